@@ -1,0 +1,50 @@
+"""Every error halfstep raises on purpose, and the exit code each one means.
+
+    HalfstepError            1    something failed; the message says what and where to look
+    ├── RefusedInput         2    the request cannot be done as asked; nothing was started
+    ├── NothingFitted        3    no attempt of the plan fitted in memory
+    ├── Diverged             4    training produced numbers that mean nothing
+    ├── Stopped            130    a person or the machine stopped the run
+    ├── AttemptFailed        1    a training attempt ended for another reason than memory
+    └── ProgramFailed        1    a child program other than training ended without a result
+"""
+
+from typing import ClassVar
+
+
+class HalfstepError(Exception):
+    """An error whose message is written for a person and shown without a traceback."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class RefusedInput(HalfstepError):
+    """The request is impossible or contradicts itself: says what was asked, what was found, what to do."""
+
+    exit_code = 2
+
+
+class NothingFitted(HalfstepError):
+    """Every attempt of the plan ran out of memory."""
+
+    exit_code = 3
+
+
+class Diverged(HalfstepError):
+    """Training stopped because its numbers were no longer finite or no longer moved the weights."""
+
+    exit_code = 4
+
+
+class Stopped(HalfstepError):
+    """The run was interrupted; the message says what was kept and how to go on."""
+
+    exit_code = 130
+
+
+class AttemptFailed(HalfstepError):
+    """A training attempt failed for a reason that another precision cannot mend."""
+
+
+class ProgramFailed(HalfstepError):
+    """A child program ended without writing its result."""

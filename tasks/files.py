@@ -1,0 +1,33 @@
+"""Write files so that a reader sees the old one or the new one, never half of either."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write `text` to a neighbour of `path`, flush it to disk and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Write a record as JSON, aside and renamed."""
+    write_aside(path, record.model_dump_json(indent=2) + "\n")
+
+
+def read_record(path: Path, kind: type[Model]) -> Model:
+    """Read a record written by `write_record`."""
+    return kind.model_validate_json(path.read_text(encoding="utf-8"))

