@@ -1,12 +1,12 @@
 """Every error halfstep raises on purpose, and the exit code each one means.
 
-    HalfstepError            1    something failed; the message says what and where to look
-    ├── RefusedInput         2    the request cannot be done as asked; nothing was started
-    ├── NothingFitted        3    no attempt of the plan fitted in memory
-    ├── Diverged             4    training produced numbers that mean nothing
-    ├── Stopped            130    a person or the machine stopped the run
-    ├── AttemptFailed        1    a training attempt ended for another reason than memory
-    └── ProgramFailed        1    a child program other than training ended without a result
+HalfstepError            1    something failed; the message says what and where to look
+├── RefusedInput         2    the request cannot be done as asked; nothing was started
+├── NothingFitted        3    no attempt of the plan fitted in memory
+├── Diverged             4    training produced numbers that mean nothing
+├── Stopped            130    a person or the machine stopped the run
+├── AttemptFailed        1    a training attempt ended for another reason than memory
+└── ProgramFailed        1    a child program other than training ended without a result
 """
 
 from typing import ClassVar

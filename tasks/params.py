@@ -123,11 +123,13 @@ class TrainingParams(Section):
     rollout_batch_size: int | None = Field(None, ge=1, description="completions generated at once; null: all of a step")
     temperature: float = Field(1.0, gt=0, description="sampling temperature of the rollout")
     beta: float = Field(0.0, ge=0, description="weight of the KL term against the reference model; 0 loads none")
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = Field("dapo", description="how TRL normalises the loss; none depends on the micro-batch")
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = Field(
+        "dapo", description="how TRL normalises the loss; none depends on the micro-batch"
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are clipped, after unscaling")
     seed: int = Field(42, ge=0, description="seed of sampling and data order")
     save_steps: int = Field(10, ge=1, description="optimizer steps between training states; the last two are kept")
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to trl.GRPOConfig; refused where it overlaps a field here")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to trl.GRPOConfig; refused where it overlaps a field")
 
     @property
     def effective_batch_size(self) -> int:
