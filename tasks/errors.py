@@ -6,6 +6,7 @@ HalfstepError            1    something failed; the message says what and where 
 ├── Diverged             4    training produced numbers that mean nothing
 ├── Stopped            130    a person or the machine stopped the run
 ├── AttemptFailed        1    a training attempt ended for another reason than memory
+├── ScorerFailed         1    a reward function raised or returned what is no list of finite numbers
 └── ProgramFailed        1    a child program other than training ended without a result
 """
 
@@ -44,6 +45,10 @@ class Stopped(HalfstepError):
 
 class AttemptFailed(HalfstepError):
     """A training attempt failed for a reason that another precision cannot mend."""
+
+
+class ScorerFailed(HalfstepError):
+    """A reward function raised, or its result cannot be used; the message names the row."""
 
 
 class ProgramFailed(HalfstepError):

@@ -1,6 +1,9 @@
 """Write files so that a reader sees the old one or the new one, never half of either."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,3 +34,12 @@ def write_record(path: Path, record: BaseModel) -> None:
 def read_record(path: Path, kind: type[Model]) -> Model:
     """Read a record written by `write_record`."""
     return kind.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, waiting in turn; the kernel frees it when the process ends. Not reentrant."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

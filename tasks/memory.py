@@ -1,0 +1,115 @@
+"""Decide whether a failure was a shortage of memory, and which kind. The only place that decides it; pure.
+
+The exception's type counts first, its message second, evidence about the process third.
+"""
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from tasks.records import DeviceType, Record, ShortageKind
+
+MB = 2**20
+
+# Exceptions that are never a shortage, whatever their text says.
+_NEVER = frozenset({"ScorerFailed", "Diverged", "RefusedInput", "StopRequested"})
+# torch.OutOfMemoryError is raised for accelerators only.
+_DEVICE_TYPES = frozenset({"OutOfMemoryError"})
+_HOST_TYPES = frozenset({"MemoryError"})
+
+Holder = Literal["device", "host"]
+
+# (text found in the message, whose memory ran out). Sources: texts printed by torch's allocators, cuBLAS, cuDNN, NVML,
+# vLLM and glibc; accelerate 1.15's should_reduce_batch_size knows only some of them.
+_TEXTS: tuple[tuple[str, Holder], ...] = (
+    ("CUDA out of memory", "device"),
+    ("CUDA error: out of memory", "device"),
+    ("HIP out of memory", "device"),
+    ("XPU out of memory", "device"),
+    ("NPU out of memory", "device"),
+    ("MPS backend out of memory", "device"),
+    ("CUBLAS_STATUS_ALLOC_FAILED", "device"),
+    ("CUDNN_STATUS_ALLOC_FAILED", "device"),
+    ("NVML_SUCCESS == r INTERNAL ASSERT FAILED", "device"),
+    ("No available memory for the cache blocks", "device"),
+    ("DefaultCPUAllocator: can't allocate memory", "host"),
+    ("DefaultCPUAllocator: not enough memory", "host"),
+    ("std::bad_alloc", "host"),
+    ("Cannot allocate memory", "host"),
+    ("can't start new thread", "host"),
+)
+
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+_SIZE = r"([\d.]+)\s*(bytes|[KMG]i?B)"
+_REQUESTED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate)\s+" + _SIZE)
+_FREE = re.compile(r"of which\s+" + _SIZE + r"\s+is free")
+_RESERVED_UNUSED = re.compile(_SIZE + r"\s+is reserved by PyTorch but unallocated")
+
+
+class Evidence(Record):
+    """What is known of a failed process, from inside (exception) and outside (kernel)."""
+
+    device_type: DeviceType
+    error_types: tuple[str, ...] = Field(default=(), description="names of the exception's class and its bases")
+    message: str = ""
+    killed_by_kernel: bool = Field(default=False, description="the process ended by SIGKILL that its parent did not send")
+    cgroup_oom_kills: int = Field(default=0, description="kills counted by the memory cgroup while the process ran")
+    peak_rss_bytes: int | None = None
+    host_memory_bytes: int | None = None
+
+
+def classify_shortage(evidence: Evidence) -> ShortageKind | None:
+    """Return which memory ran out, or None if the failure was something else.
+
+    On a CPU the device's memory is the host's: what a budget or the allocator refuses there is a device shortage;
+    only a kill by the kernel is a host shortage.
+    """
+    if _NEVER.intersection(evidence.error_types):
+        return None
+    holder = _holder_of_type(evidence.error_types) or _holder_of_text(evidence.message)
+    if holder == "host" and evidence.device_type != "cpu":
+        return "host"
+    if holder is not None:
+        return "fragmentation" if is_fragmented(evidence.message) else "device"
+    return "host" if _killed_for_memory(evidence) else None
+
+
+def _holder_of_type(names: tuple[str, ...]) -> Holder | None:
+    if _DEVICE_TYPES.intersection(names):
+        return "device"
+    return "host" if _HOST_TYPES.intersection(names) else None
+
+
+def _holder_of_text(message: str) -> Holder | None:
+    return next((holder for text, holder in _TEXTS if text in message), None)
+
+
+def _killed_for_memory(evidence: Evidence) -> bool:
+    if not evidence.killed_by_kernel:
+        return False
+    if evidence.cgroup_oom_kills > 0:
+        return True
+    if evidence.peak_rss_bytes is None or evidence.host_memory_bytes is None:
+        return False
+    return evidence.peak_rss_bytes > 0.95 * evidence.host_memory_bytes
+
+
+def is_fragmented(message: str) -> bool:
+    """Return whether the allocator held unused memory of at least the size that it was asked for."""
+    requested, unused = requested_bytes(message), _size(_RESERVED_UNUSED.search(message))
+    return requested is not None and unused is not None and unused >= requested
+
+
+def requested_bytes(message: str) -> int | None:
+    """Return the bytes an allocator says it was asked for, if its message says so."""
+    return _size(_REQUESTED.search(message))
+
+
+def free_bytes(message: str) -> int | None:
+    """Return the bytes an allocator says were free, if its message says so."""
+    return _size(_FREE.search(message))
+
+
+def _size(match: re.Match[str] | None) -> int | None:
+    return None if match is None else int(float(match.group(1)) * _UNITS[match.group(2)])

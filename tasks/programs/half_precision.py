@@ -1,0 +1,49 @@
+"""fp16 matrix products on a CPU without fp16 units, with the numerics of a tensor core and at useful speed.
+
+A tensor core multiplies fp16 inputs, adds up in fp32 and rounds the result to fp16. The same is done here: inputs already
+rounded to fp16 are widened, multiplied in fp32 and the result is rounded. torch's own CPU kernels for fp16 do the
+product in software, 10 to 50 times slower.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PRODUCTS: frozenset[Any] = frozenset(
+    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
+)
+
+
+class _WidenedProducts(TorchDispatchMode):  # type: ignore[misc]
+    """Redirect matrix products of fp16 CPU tensors to fp32 and round their result to fp16."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _PRODUCTS or not _is_half_on_cpu(args):
+            return func(*args, **(kwargs or {}))
+        widened = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return func(*widened, **(kwargs or {})).half()
+
+
+def _is_half_on_cpu(args: Sequence[Any]) -> bool:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return all(tensor.dtype == torch.float16 and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def cpu_has_fp16_units() -> bool:
+    """Return whether oneDNN computes fp16 on this CPU in hardware."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+@contextlib.contextmanager
+def fast_fp16_matmul(device_type: str) -> Iterator[None]:
+    """Compute fp16 products in fp32 on a CPU without fp16 units; elsewhere change nothing."""
+    if device_type != "cpu" or cpu_has_fp16_units():
+        yield
+        return
+    with _WidenedProducts():
+        yield

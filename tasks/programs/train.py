@@ -1,0 +1,259 @@
+"""Run one training attempt.
+
+Launch: ``python -m tasks.programs.train ATTEMPT_DIR``. Reads ``attempt.json`` (a TrainingJob), appends to ``metrics.jsonl``
+a line a step, keeps training states under ``states/`` and the trained weights in ``checkpoint/``, and writes
+``outcome.json`` (an Outcome) last. Needs torch, transformers, trl, accelerate and datasets; no prefect, mlflow or dvc.
+"""
+
+import hashlib
+import statistics
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from trl import GRPOConfig
+
+from tasks.errors import Diverged
+from tasks.files import read_record, write_record
+from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_bytes
+from tasks.params import Params, TrainingParams
+from tasks.programs import lifecycle
+from tasks.programs.device_memory import DeviceMemory, device_memory
+from tasks.programs.grpo import MeteredGRPOTrainer, training_states
+from tasks.programs.half_precision import fast_fp16_matmul
+from tasks.programs.observation import PrecisionObserver, check_observed
+from tasks.programs.problems import TRAIN_FILE, Row, read_problems
+from tasks.programs.rewards import Scorer, load_scorer, rehearse
+from tasks.programs.step_log import StepLog
+from tasks.programs.step_watch import StepWatch
+from tasks.records import Attempt, DeviceType, Failure, Outcome, Status, TrainingJob
+
+
+class TrainingRun:
+    """One attempt, from loading to the saved checkpoint; `outcome` can be asked for at any moment."""
+
+    def __init__(self, job: TrainingJob, device_type: DeviceType, memory: DeviceMemory) -> None:
+        self.job = job
+        self.params = Params.model_validate(job.params)
+        self.memory = memory
+        self.device_type = device_type
+        self.watch = StepWatch()
+        self.observer = PrecisionObserver()
+        self.log = StepLog(job.attempt_dir / "metrics.jsonl", memory, self.params.precision.max_consecutive_skips)
+        self.trainer: MeteredGRPOTrainer | None = None
+        self.first_step = 0
+        self.weights_changed: bool | None = None
+        self.checkpoint_dir: Path | None = None
+
+    @property
+    def states_dir(self) -> Path:
+        """Return the folder of training states."""
+        return self.job.attempt_dir / "states"
+
+    def run(self) -> None:
+        """Load, train, check and save; raises whatever goes wrong."""
+        if self.params.memory.budget_mb is not None:
+            self.memory.set_budget(int(self.params.memory.budget_mb * MB))
+        self.states_dir.mkdir(parents=True, exist_ok=True)
+        model = _load_model(self.job.base_model_dir)
+        before = weights_digest(model)
+        trainer = self._build_trainer(model)
+        resume_from = self.job.attempt.resume_from
+        with fast_fp16_matmul(self.device_type):
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        self._check_result(model, before)
+        self._save(trainer)
+
+    def _build_trainer(self, model: PreTrainedModel) -> MeteredGRPOTrainer:
+        attempt = self.job.attempt
+        self.observer.attach(model)
+        scorer = load_scorer(self.params.reward, self.params.dataset)
+        problems = read_problems(self.job.dataset_dir / TRAIN_FILE)
+        rehearse(scorer, problems[:4])
+        trainer = MeteredGRPOTrainer(
+            model=model,
+            reward_funcs=[_reward_function(scorer)],
+            args=grpo_config(attempt, self.params.training, self.states_dir, self.device_type),
+            train_dataset=datasets.Dataset.from_list([{name: getattr(row, name) for name in _COLUMNS} for row in problems]),
+            processing_class=AutoTokenizer.from_pretrained(self.job.base_model_dir, padding_side="left", local_files_only=True),
+            callbacks=[self.log],
+            precision=attempt.precision,
+            scaler_params=self.params.precision,
+            rollout_batch_size=attempt.levers.rollout_batch_size,
+            watch=self.watch,
+            states_dir=self.states_dir,
+        )
+        self.trainer = trainer
+        self.log.bind(trainer)
+        if attempt.resume_from is not None:
+            self.first_step = int(attempt.resume_from.name.rpartition("-")[2])
+        return trainer
+
+    def _check_result(self, model: PreTrainedModel, before: str) -> None:
+        if self.trainer is None:
+            raise RuntimeError("no trainer was built")
+        check_observed(self.observer.result(model, self._scaler_live()), self.job.attempt.precision)
+        broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+        if broken:
+            raise Diverged(f"{len(broken)} weight tensors are no longer finite, the first is {broken[0]}")
+        self.weights_changed = weights_digest(model) != before
+        if not self.weights_changed:
+            raise Diverged("training ended with the weights it started from; nothing was learned" + self._signal_note())
+
+    def _signal_note(self) -> str:
+        silent = bool(self.log.history) and all(line.get("frac_reward_zero_std") == 1.0 for line in self.log.history)
+        return ": in no step did the completions of a group differ in reward" if silent else ""
+
+    def _save(self, trainer: MeteredGRPOTrainer) -> None:
+        self.watch.phase = "save"
+        writing = self.job.attempt_dir / ".checkpoint"
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(writing)
+        trainer.processing_class.save_pretrained(writing)
+        self.checkpoint_dir = writing.rename(self.job.attempt_dir / "checkpoint")
+
+    def _scaler_live(self) -> bool:
+        scaler = self.trainer.scaler if self.trainer else None
+        return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 0
+
+    def outcome(self, status: Status, failure: Failure | None = None, **more: Any) -> Outcome:
+        """Describe the attempt as it stands."""
+        trainer, timed = self.trainer, self.log.history[1:] or self.log.history
+        states = training_states(self.states_dir)
+        return Outcome(
+            status=status,
+            observed=self.observer.result(trainer.model, self._scaler_live()) if trainer else None,
+            final_loss_scale=trainer.scaler.get_scale() if trainer and trainer.scaler else None,
+            skipped_steps=self.log.skipped_steps,
+            peak_memory_bytes=self.memory.peak_bytes(),
+            first_step=self.first_step,
+            steps_done=int(self.log.history[-1]["step"]) if self.log.history else self.first_step,
+            total_steps=self.params.training.max_steps,
+            step_time_ms=statistics.median(line["step_time_ms"] for line in timed) if timed else None,
+            tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
+            weights_changed=self.weights_changed,
+            checkpoint_dir=self.checkpoint_dir,
+            last_state_dir=states[-1] if states else self.job.attempt.resume_from,
+            failure=failure,
+            warnings=_warnings(self.log.history),
+            **more,
+        )
+
+
+_COLUMNS = ("prompt", "question", "answer", "entry")
+
+
+def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, device_type: DeviceType) -> GRPOConfig:
+    """Translate an attempt into TRL's configuration; every precision flag is said explicitly."""
+    return GRPOConfig(
+        **training.engine_args,
+        output_dir=str(states_dir),
+        bf16=attempt.precision.mixed_precision == "bf16",
+        fp16=attempt.precision.mixed_precision == "fp16",
+        use_cpu=device_type == "cpu",
+        per_device_train_batch_size=attempt.levers.per_device_train_batch_size,
+        gradient_accumulation_steps=attempt.levers.gradient_accumulation_steps,
+        gradient_checkpointing=attempt.levers.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_steps,
+        num_generations=training.num_generations,
+        max_completion_length=training.max_completion_length,
+        temperature=training.temperature,
+        beta=training.beta,
+        loss_type=training.loss_type,
+        max_grad_norm=training.max_grad_norm,
+        seed=training.seed,
+        save_strategy="steps",
+        save_steps=training.save_steps,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        # a fused optimizer hides a skipped step from accelerate, and the schedule would move on it
+        optim="adamw_torch",
+        dataloader_pin_memory=device_type in ("cuda", "rocm"),
+    )
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return a hash of all trainable weights, byte for byte."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _load_model(base_model_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32, local_files_only=True, use_safetensors=True)
+
+
+def _reward_function(scorer: Scorer) -> Any:
+    def reward(completions: list[str], question: list[str], answer: list[str], entry: list[str], **_: Any) -> list[float]:
+        return scorer(completions, [Row(*fields) for fields in zip(question, answer, entry, strict=True)])
+
+    return reward
+
+
+def _warnings(history: list[dict[str, float]]) -> tuple[str, ...]:
+    found = []
+    if history and all(line.get("completions/clipped_ratio") == 1.0 for line in history):
+        found.append("every completion of every step was cut at training.max_completion_length")
+    silent = sum(line.get("frac_reward_zero_std") == 1.0 for line in history)
+    if silent:
+        found.append(f"{silent} of {len(history)} steps had no group whose completions differed in reward: nothing to learn from")
+    return tuple(found)
+
+
+def _failed(run: TrainingRun, error: BaseException) -> Outcome:
+    names = tuple(kind.__name__ for kind in type(error).__mro__)
+    available = run.memory.available_bytes()
+    run.memory.lift_budget()
+    traceback.print_exc()
+    message = str(error) or type(error).__name__
+    shortage = classify_shortage(Evidence(device_type=run.device_type, error_types=names, message=message))
+    failure = Failure(
+        phase=run.watch.phase,
+        error_type=type(error).__name__,
+        message=message,
+        requested_bytes=requested_bytes(message),
+        available_bytes=free_bytes(message) if free_bytes(message) is not None else available,
+    )
+    status: Status = "out_of_memory" if shortage else "diverged" if isinstance(error, Diverged) else "failed"
+    return run.outcome(status, failure, shortage=shortage)
+
+
+def detect_device_type() -> DeviceType:
+    """Return the device type on which transformers will put the model."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if device is None:
+        return "cpu"
+    return "rocm" if device.type == "cuda" and torch.version.hip else device.type
+
+
+def main() -> int:
+    """Run the attempt whose folder is the only argument; the result is outcome.json."""
+    lifecycle.start()
+    attempt_dir = Path(sys.argv[1])
+    device_type = detect_device_type()
+    run = TrainingRun(read_record(attempt_dir / "attempt.json", TrainingJob), device_type, device_memory(device_type))
+    try:
+        run.run()
+        outcome = run.outcome("succeeded")
+    except lifecycle.StopRequested:
+        outcome = run.outcome("cancelled")
+    except Exception as error:  # the outcome file must say how any attempt ended
+        outcome = _failed(run, error)
+    write_record(attempt_dir / "outcome.json", outcome)
+    if outcome.status == "cancelled":
+        lifecycle.end_group()
+    return 0 if outcome.status == "succeeded" else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
