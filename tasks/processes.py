@@ -5,6 +5,7 @@ A child is started as ``python -m <module>`` from an argv list. Its result is th
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,12 +20,16 @@ PARENT_VARIABLE = "HALFSTEP_PARENT_PID"
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """How a child process ended. `returncode` is negative for a signal, as in `subprocess`."""
+    """How a child process ended. `returncode` is negative for a signal, as in `subprocess`.
+
+    `peak_rss_bytes` is the largest resident set of any child waited for so far: an upper bound for this one.
+    """
 
     returncode: int
     timed_out: bool
     seconds: float
     log_tail: str
+    peak_rss_bytes: int
 
 
 def run_program(
@@ -67,7 +72,7 @@ def run_program(
         stop_group(child, grace_seconds)
     if on_tick:
         on_tick()
-    return ProgramExit(child.returncode, timed_out, time.monotonic() - started, read_tail(log_path))
+    return ProgramExit(child.returncode, timed_out, time.monotonic() - started, read_tail(log_path), _peak_child_rss_bytes())
 
 
 def _ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
@@ -90,6 +95,11 @@ def stop_group(child: subprocess.Popen[bytes], grace_seconds: float) -> None:
 def _signal_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def _peak_child_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def read_tail(path: Path, num_bytes: int = 4000) -> str:

@@ -261,6 +261,14 @@ class SourceVersion(Record):
     dirty: bool | None
 
 
+class TrackedRun(Record):
+    """A run in MLflow."""
+
+    tracking_uri: str
+    experiment_id: str
+    run_id: str
+
+
 class RunRecord(Record):
     """A whole run, written to ``run.json`` and logged to MLflow."""
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from trl import GRPOTrainer
 
+from tasks.attempt_files import STATE_PREFIX, training_states
 from tasks.params import PrecisionParams
 from tasks.programs.step_watch import StepWatch
 from tasks.records import Precision
 
 NUM_STATES_KEPT = 2
-STATE_PREFIX = "checkpoint-"
 
 
 class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -40,6 +40,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._scaler_params = scaler_params
         self._rollout_batch_size = rollout_batch_size
         self.watch = watch
+        self.model_wrapped: Any = None
         self._states_dir = states_dir
 
         super().__init__(*args, **kwargs)
@@ -47,7 +48,8 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return accelerate's grad scaler."""
-        return self.accelerator.scaler  # type: ignore[no-any-return]
+        scaler: torch.amp.GradScaler | None = self.accelerator.scaler
+        return scaler
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; where it left out autocast and scaler (fp16 on a CPU), put them in."""
@@ -119,11 +121,6 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         (self._states_dir / ".writing" / name).rename(self._states_dir / name)
         for old in training_states(self._states_dir)[:-NUM_STATES_KEPT]:
             shutil.rmtree(old)
-
-
-def training_states(states_dir: Path) -> list[Path]:
-    """Return the whole training states of a folder, oldest first."""
-    return sorted(states_dir.glob(f"{STATE_PREFIX}*"), key=lambda path: int(path.name.removeprefix(STATE_PREFIX)))
 
 
 def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

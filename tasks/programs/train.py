@@ -17,13 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig
 
+from tasks.attempt_files import last_training_state, state_step
 from tasks.errors import Diverged
 from tasks.files import read_record, write_record
 from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_bytes
 from tasks.params import Params, TrainingParams
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import DeviceMemory, device_memory
-from tasks.programs.grpo import MeteredGRPOTrainer, training_states
+from tasks.programs.grpo import MeteredGRPOTrainer
 from tasks.programs.half_precision import fast_fp16_matmul
 from tasks.programs.observation import PrecisionObserver, check_observed
 from tasks.programs.problems import TRAIN_FILE, Row, read_problems
@@ -90,7 +91,7 @@ class TrainingRun:
         self.trainer = trainer
         self.log.bind(trainer)
         if attempt.resume_from is not None:
-            self.first_step = int(attempt.resume_from.name.rpartition("-")[2])
+            self.first_step = state_step(attempt.resume_from)
         return trainer
 
     def _check_result(self, model: PreTrainedModel, before: str) -> None:
@@ -122,7 +123,6 @@ class TrainingRun:
     def outcome(self, status: Status, failure: Failure | None = None, **more: Any) -> Outcome:
         """Describe the attempt as it stands."""
         trainer, timed = self.trainer, self.log.history[1:] or self.log.history
-        states = training_states(self.states_dir)
         return Outcome(
             status=status,
             observed=self.observer.result(trainer.model, self._scaler_live()) if trainer else None,
@@ -136,7 +136,7 @@ class TrainingRun:
             tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
             weights_changed=self.weights_changed,
             checkpoint_dir=self.checkpoint_dir,
-            last_state_dir=states[-1] if states else self.job.attempt.resume_from,
+            last_state_dir=last_training_state(self.job.attempt_dir) or self.job.attempt.resume_from,
             failure=failure,
             warnings=_warnings(self.log.history),
             **more,

@@ -1,0 +1,37 @@
+"""What an attempt's folder says about it while it runs and after it died: metrics, training states."""
+
+import json
+from pathlib import Path
+
+STATE_PREFIX = "checkpoint-"
+
+
+def training_states(states_dir: Path) -> list[Path]:
+    """Return the whole training states of a folder, oldest first."""
+    return sorted(states_dir.glob(f"{STATE_PREFIX}*"), key=state_step)
+
+
+def state_step(state_dir: Path) -> int:
+    """Return the optimizer step at which a training state was saved."""
+    return int(state_dir.name.removeprefix(STATE_PREFIX))
+
+
+def last_training_state(attempt_dir: Path) -> Path | None:
+    """Return an attempt's newest training state, if it saved any."""
+    states = training_states(attempt_dir / "states")
+    return states[-1] if states else None
+
+
+def read_steps(attempt_dir: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step an attempt wrote, with its number under 'step'; a torn last line is left out."""
+    path = attempt_dir / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [{"step": float(entry["step"]), **entry["metrics"]} for entry in map(json.loads, lines)]
+
+
+def last_step(attempt_dir: Path) -> int:
+    """Return the last step an attempt wrote, 0 if none."""
+    steps = read_steps(attempt_dir)
+    return int(steps[-1]["step"]) if steps else 0

@@ -1,0 +1,114 @@
+"""Judge a machine: raw facts in, `Hardware` out. Pure: no torch, no device, no files.
+
+A torch build for CUDA or ROCm that finds no device means the CPU. Of several visible devices the weaker one decides.
+"""
+
+import re
+from typing import NamedTuple
+
+from tasks.errors import RefusedInput
+from tasks.format_support import Formats, capability_numbers, cpu_formats, device_formats
+from tasks.machine_facts import DeviceFacts, MachineFacts
+from tasks.records import DeviceType, Hardware, Support
+
+MB = 2**20
+STRENGTH = {Support.none: 0, Support.emulated: 1, Support.native: 2}
+
+
+class _Chosen(NamedTuple):
+    device_type: DeviceType
+    name: str
+    capability: str | None
+    total_bytes: int
+    free_bytes: int
+    formats: Formats
+    notes: tuple[str, ...]
+
+
+def judge(facts: MachineFacts) -> Hardware:
+    """Decide what a machine computes natively; of several devices the weaker one decides.
+
+    Raises:
+        RefusedInput: the torch build has no kernels for a visible device.
+    """
+    chosen = _accelerator(facts) if facts.devices else _processor(facts)
+    return Hardware(
+        device_type=chosen.device_type,
+        device_name=chosen.name,
+        device_count=max(1, len(facts.devices)),
+        compute_capability=chosen.capability,
+        memory_total_bytes=chosen.total_bytes,
+        memory_free_bytes=chosen.free_bytes,
+        host_memory_bytes=facts.host.usable_bytes,
+        host_memory_fact=facts.host.fact,
+        bf16=chosen.formats.bf16,
+        fp16=chosen.formats.fp16,
+        driver_version=facts.driver_version,
+        torch_version=facts.torch_version,
+        num_cpus=facts.cpu.num_cpus,
+        notes=(*chosen.notes, *facts.host.notes, *facts.notes),
+    )
+
+
+def _processor(facts: MachineFacts) -> _Chosen:
+    build = f"ROCm {facts.hip_version}" if facts.hip_version else f"CUDA {facts.cuda_version}" if facts.cuda_version else None
+    notes = []
+    if build:
+        hidden = "".join(f" ({name}={value!r})" for name, value in facts.visibility.items())
+        notes.append(f"torch is built for {build} but finds no device{hidden}: the CPU is used")
+    elif facts.driver_version:
+        notes.append(f"a GPU driver answers ({facts.driver_version}), but torch {facts.torch_version} is built without it: the CPU is used")
+    return _Chosen("cpu", facts.cpu.name, None, facts.host.usable_bytes, facts.host.free_bytes, cpu_formats(facts.cpu), tuple(notes))
+
+
+def _accelerator(facts: MachineFacts) -> _Chosen:
+    rocm = facts.hip_version is not None
+    for device in facts.devices:
+        if device.api == "cuda" and not rocm:
+            _check_kernels(device, facts)
+    judged = [(device, device_formats(device, rocm)) for device in facts.devices]
+    weakest, _ = min(
+        judged, key=lambda pair: (*(STRENGTH[support.level] for support in pair[1]), capability_numbers(pair[0]), _free(pair[0]))
+    )
+    tightest = min(facts.devices, key=_free)
+    formats = Formats(
+        bf16=min((formats.bf16 for _, formats in judged), key=lambda support: STRENGTH[support.level]),
+        fp16=min((formats.fp16 for _, formats in judged), key=lambda support: STRENGTH[support.level]),
+    )
+    device_type: DeviceType = "rocm" if weakest.api == "cuda" and rocm else weakest.api
+    notes = _device_notes(facts, weakest, tightest)
+    return _Chosen(device_type, weakest.name, weakest.capability, tightest.memory_total_bytes, _free(tightest), formats, notes)
+
+
+def _device_notes(facts: MachineFacts, weakest: DeviceFacts, tightest: DeviceFacts) -> tuple[str, ...]:
+    notes = [f"{name}={value!r} leaves {len(facts.devices)} device(s)" for name, value in facts.visibility.items()]
+    names = [device.name for device in facts.devices]
+    if len(set(names)) > 1:
+        notes.append(f"unlike devices ({', '.join(names)}): what is decided holds for the weakest, {weakest.name}")
+    if len({_free(device) // MB for device in facts.devices}) > 1:
+        notes.append(f"free memory is that of the fullest of {len(names)} devices, {_free(tightest) // MB} MB")
+    if _free(tightest) < 0.9 * tightest.memory_total_bytes:
+        held = (tightest.memory_total_bytes - _free(tightest)) // MB
+        notes.append(f"{held} MB of {tightest.memory_total_bytes // MB} MB on {tightest.name} are held by others or reserved")
+    return tuple(notes)
+
+
+def _check_kernels(device: DeviceFacts, facts: MachineFacts) -> None:
+    # machine code runs on the same major architecture with an equal or higher minor one; PTX ("compute_") on any later one
+    capability = capability_numbers(device)
+    built = [(kind, _split(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(facts.torch_arches))]
+    fits = [kind == "compute" or arch[0] == capability[0] for kind, arch in built if arch <= capability]
+    if built and not any(fits):
+        raise RefusedInput(
+            f"{device.name} has compute capability {device.capability}, but torch {facts.torch_version} has kernels for "
+            f"{', '.join(facts.torch_arches)} only; install a torch build for it, or hide it with CUDA_VISIBLE_DEVICES=''"
+        )
+
+
+def _split(number: str) -> tuple[int, int]:
+    return int(number[:-1]), int(number[-1])
+
+
+def _free(device: DeviceFacts) -> int:
+    # integrated GPUs may report more free than total
+    return min(device.memory_free_bytes, device.memory_total_bytes)
