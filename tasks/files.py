@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,21 @@ def write_record(path: Path, record: BaseModel) -> None:
 def read_record(path: Path, kind: type[Model]) -> Model:
     """Read a record written by `write_record`."""
     return kind.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def folder_aside(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`, which replaces `path` when the block ends well and is removed when it does not."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if path.exists():
+            shutil.rmtree(path)
+        aside.replace(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ class ReasoningGymParams(Section):
     source: Literal["reasoning_gym"] = Field("reasoning_gym", description="where problems come from")
     family: str = Field("chain_sum", description="name of a reasoning-gym dataset")
     options: dict[str, Scalar] = Field(default_factory=dict, description="settings of the family, checked by reasoning-gym")
+    instruction: str = Field("", description="put after the question, in the same message; the bare question when empty")
+    answer_prefix: str = Field("", description="how every answer begins: ends the prompt, so that the model goes on from there")
     num_train: int = Field(2000, ge=1, description="training problems drawn, before repeats are removed")
     num_eval: int = Field(200, ge=1, description="held-out problems drawn, before repeats are removed")
     seed: int = Field(0, ge=0, description="seed of the training problems; held-out ones come from a range that cannot overlap")

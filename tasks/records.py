@@ -117,11 +117,13 @@ class Attempt(Record):
     predicted_peak_bytes: int | None = None
     reason: str
     resume_from: Path | None = Field(default=None, description="training state to go on from")
+    resumption: int = Field(default=0, ge=0, description="how often this attempt was begun before in the same run")
 
     @property
     def name(self) -> str:
         """Return the attempt's folder and MLflow run name, such as '1-baseline-bf16'."""
-        return f"{self.number}-{self.label}-{self.precision.label}"
+        again = f"-resumed-{self.resumption}" if self.resumption else ""
+        return f"{self.number}-{self.label}-{self.precision.label}{again}"
 
 
 class RuledOut(Record):
@@ -261,12 +263,33 @@ class SourceVersion(Record):
     dirty: bool | None
 
 
+class RunFolder(Record):
+    """Where one run keeps its files."""
+
+    name: str
+    run_dir: Path
+    started_at: str
+    flow_run_id: str | None
+    source: SourceVersion
+
+
 class TrackedRun(Record):
     """A run in MLflow."""
 
     tracking_uri: str
     experiment_id: str
     run_id: str
+
+
+class RunSetting(Record):
+    """What every step of a run after the decision works with."""
+
+    run: RunFolder
+    tracked: TrackedRun
+    hardware: Hardware
+    plan: PrecisionPlan
+    base_model: ArtifactVersion
+    dataset: DatasetVersion
 
 
 class RunRecord(Record):

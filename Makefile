@@ -1,0 +1,53 @@
+# make retrain and make test do everything on a fresh machine; both can be called again at any time.
+PYTHON ?= python3
+PIP_ARGS ?=
+PORT ?= 5000
+export PREFECT_SERVER_ANALYTICS_ENABLED = false
+export DO_NOT_TRACK = 1
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help install data retrain smoke test check doctor ui clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer, found %s; set PYTHON=..." % sys.version.split()[0])'
+	@echo "installing into .venv (once; a few minutes)"
+	@$(PYTHON) -m venv .venv
+	@start=$$(date +%s); $(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[test]' \
+	  && echo "installed in $$(( $$(date +%s) - start )) s" && mkdir -p state/prefect && touch $@
+
+install: $(INSTALLED) ## create .venv and install
+
+data: install ## build base model and dataset (dvc repro; nothing is rebuilt that is up to date)
+	@echo "base model and dataset (dvc repro)"
+	@mkdir -p state/prefect
+	@$(BIN)/python -m dvc repro --quiet
+
+retrain: data ## the main job: train, evaluate, version and log (params/retrain.yaml)
+	@$(BIN)/python -m flows.retrain
+
+smoke: install ## the whole pipeline on a tiny model, about a minute
+	@$(BIN)/python -m flows.retrain --params params/smoke.yaml
+
+test: install ## the test suite
+	@$(BIN)/python -m pytest
+
+check: install ## ruff and mypy
+	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
+
+doctor: install ## what this machine offers and what is missing
+	@$(BIN)/python -m tasks.doctor
+
+ui: install ## MLflow on http://127.0.0.1:5000
+	@echo "MLflow on http://127.0.0.1:$(PORT) (Ctrl-C ends it)"
+	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python -m mlflow server \
+	  --host 127.0.0.1 --port $(PORT) --workers 1 \
+	  --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/state/mlflow.db}"
+
+clean: ## remove .venv, caches and run folders; never state/ (checkpoints, MLflow)
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find flows tasks tests -name __pycache__ -type d -prune -exec rm -rf {} +

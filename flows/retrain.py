@@ -1,0 +1,72 @@
+"""The retrain flow: hardware -> precision -> bf16 baseline -> fp16 retry after a shortage of memory -> evaluation.
+
+Launch: ``python -m flows.retrain [--params FILE] [key=value ...]``, or ``prefect deployment run 'retrain/on-demand'``.
+"""
+
+from prefect import flow
+from tasks.base_model import fetch_base_model
+from tasks.dataset import prepare_dataset
+from tasks.evaluation import evaluate
+
+from tasks.checkpoint import version_checkpoint
+from tasks.command_line import main
+from tasks.hardware import detect_hardware
+from tasks.params import PrecisionMode
+from tasks.precision import answer_shortage, decide_precision
+from tasks.records import RunRecord, RunSetting
+from tasks.request import check_engine, resolve_params
+from tasks.resume import remaining_attempts
+from tasks.run_folder import earlier_attempts, open_run
+from tasks.run_log import close_as_failed, close_as_killed, conclude_failed, conclude_run, record_inputs, start_tracking, why_failed
+from tasks.training import train
+
+
+@flow(name="retrain", on_failure=[close_as_failed], on_crashed=[close_as_killed], on_cancellation=[close_as_killed])
+def retrain(
+    params: str = "params/retrain.yaml",
+    precision: PrecisionMode | None = None,
+    max_steps: int | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    memory_budget_mb: float | None = None,
+    overrides: list[str] | None = None,
+    resume: str | None = None,
+) -> RunRecord:
+    """Retrain a language model by reinforcement learning in the right 16-bit precision.
+
+    Args:
+        params: params file, from the project's root
+        precision: auto, bf16, fp16 or fp32; the params file's when left out
+        max_steps: optimizer steps
+        learning_rate: peak learning rate
+        seed: seed of sampling and data order
+        memory_budget_mb: MB that training may take
+        overrides: further key=value overrides, such as training.num_generations=4
+        resume: name of an interrupted run to go on with; then all else is left out
+    """
+    resolved = resolve_params(params, precision, max_steps, learning_rate, seed, memory_budget_mb, overrides, resume)
+    run = open_run(resolved, resume)
+    hardware = detect_hardware(run.run_dir)
+    plan = decide_precision(hardware, resolved)
+    check_engine(hardware, resolved)
+    tracked = start_tracking(run, resolved, hardware, plan)
+    base_model = fetch_base_model(resolved, run.run_dir)
+    dataset = prepare_dataset(resolved, base_model, run.run_dir)
+    setting = RunSetting(run=run, tracked=tracked, hardware=hardware, plan=plan, base_model=base_model, dataset=dataset)
+    record_inputs(setting, resolved)
+    finished = earlier_attempts(run)
+    for attempt in remaining_attempts(plan, finished):
+        done = train(answer_shortage(attempt, finished, resolved), setting, resolved)
+        finished = (*finished, done)
+        if done.outcome.status != "out_of_memory":
+            break
+    if finished[-1].outcome.status != "succeeded":
+        conclude_failed(setting, resolved, finished)
+        raise why_failed(finished)
+    evaluation = evaluate(setting, resolved, finished[-1])
+    checkpoint = version_checkpoint(run, finished[-1])
+    return conclude_run(setting, resolved, finished, evaluation, checkpoint)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(retrain))

@@ -1,0 +1,123 @@
+"""The command line of a flow: arguments in, one message and an exit code out."""
+
+import argparse
+import logging
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from prefect.logging import disable_run_logger
+
+from tasks.errors import HalfstepError
+from tasks.files import read_record
+from tasks.hardware import detect_hardware
+from tasks.params import Params, described_fields
+from tasks.precision import plan_precision
+from tasks.records import RunFolder, RunRecord
+from tasks.report import plan_text
+from tasks.request import check_engine, resolve_params
+from tasks.run_folder import RUNS_DIR, earlier_attempts
+
+STOPPED = 130
+EXAMPLES = """\
+examples:
+  python -m flows.retrain                                      params/retrain.yaml as it stands
+  python -m flows.retrain training.seed=7 precision.mode=fp16  override any field, as section.key=value
+  python -m flows.retrain --plan                               hardware, attempts and reasons; trains nothing
+  python -m flows.retrain --params params/smoke.yaml           the whole pipeline in about a minute
+  python -m flows.retrain --resume 20261201-221100-run         go on with a run that was stopped
+
+exit codes: 0 done, 2 refused input, 3 no attempt fitted in memory, 4 diverged, 130 stopped, 1 anything else
+
+fields (see params/*.yaml):
+"""
+
+
+def main(flow: Callable[..., RunRecord], arguments: list[str] | None = None) -> int:
+    """Run the retrain flow for a person; return the exit code."""
+    asked = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    started = time.time()
+    try:
+        return _run(flow, asked)
+    except HalfstepError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"\n{_stopped_text(started)}", file=sys.stderr)
+        return STOPPED
+
+
+def _run(flow: Callable[..., RunRecord], asked: argparse.Namespace) -> int:
+    overrides = list(asked.overrides)
+    params = resolve_params(asked.params, None, None, None, None, None, overrides, asked.resume)
+    if asked.plan:
+        print(_plan(params))
+        return 0
+    _hush_tracebacks()
+    record = flow(params=asked.params, overrides=overrides, resume=asked.resume)
+    summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
+    print(record.model_dump_json(indent=2) if asked.json else f"\n{summary}", end="")
+    return 0
+
+
+def _plan(params: Params) -> str:
+    with tempfile.TemporaryDirectory() as folder, disable_run_logger():
+        hardware = detect_hardware.fn(Path(folder))
+    plan = plan_precision(hardware, params)
+    check_engine(hardware, params)
+    return plan_text(hardware, plan)
+
+
+def _stopped_text(started: float) -> str:
+    folders = [path for path in RUNS_DIR.glob("*/run_folder.json") if path.parent.stat().st_mtime >= started - 1]
+    if not folders:
+        return "stopped before the run began; nothing was kept"
+    folder = read_record(max(folders, key=lambda path: path.parent.stat().st_mtime), RunFolder)
+    attempts = earlier_attempts(folder)
+    state = attempts[-1].outcome.last_state_dir if attempts else None
+    kept = f"the training state of step {state.name.rpartition('-')[2]}" if state else "no training state yet"
+    at = f" at step {attempts[-1].outcome.steps_done} of {attempts[-1].outcome.total_steps}" if attempts else " before training"
+    return f"stopped{at}; kept {kept} in runs/{folder.name}\ngo on with: python -m flows.retrain --resume {folder.name}"
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _hush_tracebacks() -> None:
+    # a message of ours says all; any other exception keeps its traceback
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
+        logger = logging.getLogger(name)
+        logger.addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    if record.exc_info and isinstance(record.exc_info[1], HalfstepError | KeyboardInterrupt):
+        record.exc_info = None
+        record.exc_text = None
+    return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    fields = "\n".join(
+        textwrap.fill(f"{path}  {text}", width=110, initial_indent="  ", subsequent_indent="      ") for path, text in described_fields()
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.retrain",
+        description="Retrain a language model by reinforcement learning in the right 16-bit precision.",
+        epilog=EXAMPLES + fields,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a field of the params file")
+    parser.add_argument("--params", default="params/retrain.yaml", metavar="FILE", help="params file (default %(default)s)")
+    parser.add_argument("--plan", action="store_true", help="show hardware, attempts and reasons, and stop")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped, by its name in runs/")
+    parser.add_argument("--json", action="store_true", help="print the run's record as JSON on standard output")
+    return parser

@@ -1,0 +1,56 @@
+"""Say how far training is and when it will end, from the metrics file as it grows."""
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from tasks.attempt_files import read_steps
+
+SHOWN_EVERY_SECONDS = 5.0
+
+
+class TrainingProgress:
+    """Tells `say` one line when a step is done, at most one in a few seconds, and always the last step."""
+
+    def __init__(self, attempt_dir: Path, first_step: int, total_steps: int, say: Callable[[str], None]) -> None:
+        self._attempt_dir = attempt_dir
+        self._shown_step = first_step
+        self._total_steps = total_steps
+        self._say = say
+        self._next_time = 0.0
+
+    def update(self) -> None:
+        """Look for new steps and tell about the newest."""
+        if time.monotonic() < self._next_time:
+            return
+        steps = read_steps(self._attempt_dir)
+        if not steps or int(steps[-1]["step"]) == self._shown_step:
+            return
+        self._shown_step = int(steps[-1]["step"])
+        if self._shown_step < self._total_steps:
+            self._next_time = time.monotonic() + SHOWN_EVERY_SECONDS
+        self._say(progress_line(steps, self._total_steps, datetime.now().astimezone()))
+
+
+def progress_line(steps: list[dict[str, float]], total_steps: int, now: datetime) -> str:
+    """Return one line about the newest of `steps`, with the time left estimated from the last ten."""
+    last = steps[-1]
+    recent = [step["step_time_ms"] for step in steps[-10:]]
+    left = timedelta(milliseconds=sum(recent) / len(recent) * (total_steps - last["step"]))
+    parts = [f"step {last['step']:.0f}/{total_steps}", f"reward {last['reward']:.3f}"]
+    if "loss_scale" in last:
+        parts.append(f"loss scale {last['loss_scale']:g}")
+    parts += [f"{last['step_time_ms'] / 1000:.1f} s a step", f"peak {last['peak_memory_mb']:.0f} MB"]
+    if left:
+        parts.append(f"{duration(left)} left (until {now + left:%H:%M})")
+    return "  ".join(parts)
+
+
+def duration(time_left: timedelta) -> str:
+    """Return a duration as people say it: 40 s, 7 min, 2 h 05 min."""
+    seconds = round(time_left.total_seconds())
+    if seconds < 90:
+        return f"{seconds} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

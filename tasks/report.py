@@ -1,0 +1,99 @@
+"""What a person reads: the plan before the run and the summary after it. Pure text."""
+
+from tasks.memory import MB
+from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, Hardware, MemoryLevers, PrecisionPlan, RunRecord
+
+
+def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
+    """Return hardware, attempts with their reasons, and what was ruled out and why."""
+    capability = f", {hardware.compute_capability}" if hardware.compute_capability else ""
+    lines = [
+        "hardware",
+        f"  device      {hardware.device_count} x {hardware.device_name} ({hardware.device_type}{capability})",
+        f"  bf16        {hardware.bf16.level}: {hardware.bf16.fact}",
+        f"  fp16        {hardware.fp16.level}: {hardware.fp16.fact}",
+        f"  memory      {hardware.memory_free_bytes / MB:,.0f} MB free of {hardware.memory_total_bytes / MB:,.0f} MB",
+        f"  host        {hardware.host_memory_bytes / MB:,.0f} MB ({hardware.host_memory_fact}), {hardware.num_cpus} CPUs",
+        f"  torch       {hardware.torch_version}" + (f", driver {hardware.driver_version}" if hardware.driver_version else ""),
+        *(f"  note        {note}" for note in hardware.notes),
+        "plan",
+        f"  {plan.reason}",
+    ]
+    for attempt in plan.attempts:
+        rehearsal = ", rehearsal" if attempt.rehearsal else ""
+        lines += [f"  {attempt.name} ({levers_text(attempt.levers)}{rehearsal})", f"    {attempt.reason}"]
+    lines += [f"  not {other.precision}: {other.reason}" for other in plan.ruled_out]
+    return "\n".join(lines)
+
+
+def levers_text(levers: MemoryLevers) -> str:
+    """Return an attempt's levers in a few words."""
+    checkpointing = "on" if levers.gradient_checkpointing else "off"
+    rollout = f", rollout chunk {levers.rollout_batch_size}" if levers.rollout_batch_size else ""
+    size = f"micro-batch {levers.per_device_train_batch_size} x {levers.gradient_accumulation_steps}"
+    return f"{size}, gradient checkpointing {checkpointing}{rollout}"
+
+
+def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) -> str:
+    """Return the end of a run in a dozen lines: what ran and why, what came out, where it is."""
+    last = record.attempts[-1]
+    outcome = last.outcome
+    rehearsal = " (rehearsal on a CPU)" if last.attempt.rehearsal else ""
+    lines = [
+        f"halfstep run {record.run_name}: {record.status} in {took}",
+        f"  precision   {last.attempt.precision.label} mixed{rehearsal}, {_observed(last)}",
+        f"  because     {last.attempt.reason}",
+        *(f"  before      {attempt_text(done)}" for done in record.attempts[:-1]),
+        f"  training    {attempt_text(last)}",
+    ]
+    if steps:
+        lines.append(f"  reward      {steps[0]['reward']:.3f} (step 1) -> {steps[-1]['reward']:.3f} (step {steps[-1]['step']:.0f})")
+    if record.evaluation:
+        lines.append(f"  accuracy    {evaluation_text(record.evaluation)}")
+    if outcome.peak_memory_bytes is not None and outcome.step_time_ms is not None and outcome.tokens_per_second is not None:
+        speed = f"{outcome.tokens_per_second:.0f} tokens/s, {outcome.step_time_ms / 1000:.2f} s a step"
+        lines.append(f"  cost        peak {outcome.peak_memory_bytes / MB:.0f} MB, {speed} (medians)")
+    if record.checkpoint:
+        lines.append(f"  checkpoint  {checkpoint_text(record.checkpoint)}")
+    lines += [f"  warning     {warning}" for warning in outcome.warnings]
+    lines.append(f"  MLflow      make ui, run {record.tracking_run_id}")
+    return "\n".join(lines)
+
+
+def _observed(done: FinishedAttempt) -> str:
+    seen = done.outcome.observed
+    if seen is None:
+        return "nothing was observed"
+    scaler = ", grad scaler live" if seen.scaler_live else ", no grad scaler"
+    dtypes = f"forward {'/'.join(seen.forward)}, backward {'/'.join(seen.backward)}, rollout {'/'.join(seen.rollout)}"
+    return f"observed in {dtypes}, weights {'/'.join(seen.trainable_weights)}{scaler}"
+
+
+def attempt_text(done: FinishedAttempt) -> str:
+    """Return an attempt, its levers and its end in one line."""
+    outcome = done.outcome
+    kind = f" of {outcome.shortage} memory" if outcome.shortage else ""
+    status = f"ran out{kind}" if outcome.status == "out_of_memory" else outcome.status
+    phase = f" in {outcome.failure.phase}" if outcome.failure and outcome.failure.phase else ""
+    peak = f", peak {outcome.peak_memory_bytes / MB:.0f} MB" if outcome.peak_memory_bytes is not None else ""
+    start = f" from step {outcome.first_step}" if outcome.first_step else ""
+    steps = f"{outcome.steps_done} of {outcome.total_steps} steps{start}"
+    return f"{done.attempt.name} ({levers_text(done.attempt.levers)}): {status}{phase}, {steps}{peak}"
+
+
+def evaluation_text(evaluation: Evaluation) -> str:
+    """Return base against tuned in one line."""
+    change = f"{evaluation.num_gained} gained, {evaluation.num_lost} lost, p = {evaluation.p_value:.2g} (exact McNemar)"
+    of = f"of {evaluation.base.num_problems} held-out problems"
+    return f"{accuracy_text(evaluation.base)} -> {accuracy_text(evaluation.tuned)} {of}; {change}"
+
+
+def accuracy_text(accuracy: Accuracy) -> str:
+    """Return an accuracy with its 95 % interval."""
+    return f"{100 * accuracy.share:.1f} % [{100 * accuracy.low:.1f}, {100 * accuracy.high:.1f}]"
+
+
+def checkpoint_text(version: ArtifactVersion) -> str:
+    """Return where a versioned folder is and how it comes back."""
+    restore = f"python -m tasks.versioning restore {version.dvc_hash} DIR"
+    return f"{version.path} ({version.size_bytes / MB:.0f} MB); restore with {restore}"

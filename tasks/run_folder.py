@@ -1,0 +1,115 @@
+"""The folder of one run: opened, opened again for a resume, and what is found in it."""
+
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from tasks.attempt_files import last_step, last_training_state
+from tasks.errors import RefusedInput
+from tasks.files import read_record, write_aside, write_record
+from tasks.params import Params, parse_params
+from tasks.processes import PROJECT_DIR
+from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, SourceVersion, TrackedRun, TrainingJob
+
+# HALFSTEP_HOME puts runs and state elsewhere than into the checkout, such as on a larger disk
+HOME_DIR = Path(os.environ.get("HALFSTEP_HOME") or PROJECT_DIR).resolve()
+RUNS_DIR = HOME_DIR / "runs"
+STATE_DIR = HOME_DIR / "state"
+STORE_DIR = STATE_DIR / "store"
+PARAMS_FILE = "params.yaml"
+TRACKED_FILE = "tracked.json"
+
+
+@task(cache_policy=NO_CACHE)
+def open_run(params: Params, resume: str | None) -> RunFolder:
+    """Create the run's folder with its resolved params, or open the one that is to go on."""
+    now = datetime.now(UTC)
+    flow_run_id = str(flow_run.id) if flow_run.id else None
+    if resume is not None:
+        folder = find_run(resume).model_copy(update={"flow_run_id": flow_run_id})
+        get_run_logger().info("going on with run %s", folder.name)
+        return folder
+    name = f"{now:%Y%m%d-%H%M%S}-{flow_run.name or 'run'}"
+    folder = RunFolder(
+        name=name, run_dir=RUNS_DIR / name, started_at=now.isoformat(timespec="seconds"), flow_run_id=flow_run_id, source=source_version()
+    )
+    folder.run_dir.mkdir(parents=True)
+    write_aside(folder.run_dir / PARAMS_FILE, yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    write_record(folder.run_dir / "run_folder.json", folder)
+    get_run_logger().info("run %s in %s", name, folder.run_dir.relative_to(HOME_DIR))
+    return folder
+
+
+def find_run(name: str) -> RunFolder:
+    """Return the folder of an earlier run by its name.
+
+    Raises:
+        RefusedInput: there is no such run, or it has already come to its end.
+    """
+    run_dir = RUNS_DIR / Path(name).name
+    if not (run_dir / "run_folder.json").is_file():
+        known = sorted(path.parent.name for path in RUNS_DIR.glob("*/run_folder.json"))[-5:]
+        raise RefusedInput(f"--resume {name}: there is no such run in runs/; the newest are {', '.join(known) or 'none'}")
+    if (run_dir / "run.json").is_file():
+        raise RefusedInput(
+            f"--resume {name}: that run came to its end; see runs/{run_dir.name}/summary.txt, and start a new one to go again"
+        )
+    return read_record(run_dir / "run_folder.json", RunFolder)
+
+
+def run_params(folder: RunFolder) -> Params:
+    """Return the resolved params a run was started with."""
+    path = folder.run_dir / PARAMS_FILE
+    return parse_params(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+
+
+def earlier_attempts(folder: RunFolder) -> tuple[FinishedAttempt, ...]:
+    """Return the attempts a run has made so far, oldest first; one that left no outcome counts as cancelled."""
+    paths = sorted(folder.run_dir.glob("*/attempt.json"), key=lambda path: path.stat().st_mtime_ns)
+    return tuple(_finished(path.parent) for path in paths)
+
+
+def _finished(attempt_dir: Path) -> FinishedAttempt:
+    job = read_record(attempt_dir / "attempt.json", TrainingJob)
+    return FinishedAttempt(attempt=job.attempt, outcome=interrupted_outcome(job), attempt_dir=attempt_dir)
+
+
+def interrupted_outcome(job: TrainingJob) -> Outcome:
+    """Return the outcome an attempt left, or one that says it was interrupted before it could leave any."""
+    path = job.attempt_dir / "outcome.json"
+    if path.is_file():
+        return read_record(path, Outcome)
+    return Outcome(
+        status="cancelled",
+        steps_done=last_step(job.attempt_dir),
+        total_steps=Params.model_validate(job.params).training.max_steps,
+        last_state_dir=last_training_state(job.attempt_dir) or job.attempt.resume_from,
+        failure=Failure(phase=None, error_type="ProcessDied", message="the attempt was interrupted and left no outcome"),
+    )
+
+
+def tracked_run(folder: RunFolder) -> TrackedRun | None:
+    """Return the MLflow run of an earlier start of this run."""
+    path = folder.run_dir / TRACKED_FILE
+    return read_record(path, TrackedRun) if path.is_file() else None
+
+
+def source_version() -> SourceVersion:
+    """Return the git commit the code is at and whether the tree differs from it; None outside a checkout."""
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return SourceVersion(git_commit=commit or None, dirty=None if status is None else bool(status))
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PROJECT_DIR, capture_output=True, text=True, check=False, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,122 @@
+"""The run as MLflow and the run folder keep it: opened, concluded, and closed when the flow is cut off."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.flows import Flow
+from prefect.logging import get_run_logger
+
+from tasks.curves import draw_curves, joined_steps
+from tasks.errors import HalfstepError
+from tasks.files import write_aside, write_record
+from tasks.params import Params
+from tasks.progress import duration
+from tasks.records import (
+    ArtifactVersion,
+    Evaluation,
+    FinishedAttempt,
+    Hardware,
+    PrecisionPlan,
+    RunFolder,
+    RunRecord,
+    RunSetting,
+    TrackedRun,
+)
+from tasks.report import summary_text
+from tasks.run_folder import STATE_DIR, TRACKED_FILE, tracked_run
+from tasks.tracking.runs import close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
+from tasks.training import failure_of
+
+SUMMARY_FILE = "summary.txt"
+NETWORK_RETRIES = 2
+
+
+@task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
+def start_tracking(run: RunFolder, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
+    """Open the run in MLflow, or open the one of an earlier start again."""
+    before = tracked_run(run)
+    if before is not None:
+        reopen_run(before, run.flow_run_id)
+        return before
+    tracked = open_parent_run(
+        run.name, STATE_DIR, params=params, hardware=hardware, plan=plan, source=run.source, flow_run_id=run.flow_run_id
+    )
+    write_record(run.run_dir / TRACKED_FILE, tracked)
+    return tracked
+
+
+@task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
+def record_inputs(setting: RunSetting, params: Params) -> None:
+    """Name the dataset of the run in MLflow."""
+    log_dataset(setting.tracked, setting.dataset, dataset_name(params))
+
+
+def dataset_name(params: Params) -> str:
+    """Return the name people know the dataset by."""
+    return params.dataset.family if params.dataset.source == "reasoning_gym" else params.dataset.source
+
+
+@task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
+def conclude_run(
+    setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...], evaluation: Evaluation, checkpoint: ArtifactVersion
+) -> RunRecord:
+    """Write and log the record of a run that succeeded, with its summary and curves."""
+    record = _record(setting, params, finished).model_copy(update={"evaluation": evaluation, "checkpoint": checkpoint})
+    _keep(setting, record)
+    return record
+
+
+@task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
+def conclude_failed(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> None:
+    """Write and log the record of a run in which no attempt succeeded."""
+    _keep(setting, _record(setting, params, finished))
+
+
+def why_failed(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
+    """Return the error to raise."""
+    return failure_of(finished)
+
+
+def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> RunRecord:
+    return RunRecord(
+        run_name=setting.run.name,
+        started_at=setting.run.started_at,
+        status=finished[-1].outcome.status,
+        hardware=setting.hardware,
+        plan=setting.plan,
+        params=params.model_dump(mode="json"),
+        dataset=setting.dataset,
+        base_model=setting.base_model,
+        attempts=finished,
+        source=setting.run.source,
+        tracking_uri=setting.tracked.tracking_uri,
+        tracking_run_id=setting.tracked.run_id,
+    )
+
+
+def _keep(setting: RunSetting, record: RunRecord) -> None:
+    run_dir = setting.run.run_dir
+    took = duration(timedelta(seconds=(datetime.now(UTC) - datetime.fromisoformat(record.started_at)).total_seconds()))
+    summary = summary_text(record, joined_steps(record.attempts), took)
+    write_record(run_dir / "run.json", record)
+    write_aside(run_dir / SUMMARY_FILE, summary + "\n")
+    curves = draw_curves(record.attempts, record.run_name, run_dir / "curves.png")
+    log_file(setting.tracked, curves)
+    log_file(setting.tracked, run_dir / SUMMARY_FILE)
+    close_parent_run(setting.tracked, record)
+    create_markdown_artifact(f"```\n{summary}\n```", key="retrain-summary", description=f"Run {record.run_name}")
+    get_run_logger().info("summary:\n%s", summary)
+
+
+def close_as_killed(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Flow hook for a cancelled or crashed run: leave none of its MLflow runs open."""
+    close_open_runs(STATE_DIR, str(flow_run.id), "KILLED")
+
+
+def close_as_failed(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Flow hook for a failed run: leave none of its MLflow runs open."""
+    close_open_runs(STATE_DIR, str(flow_run.id), "FAILED")

@@ -1,0 +1,118 @@
+"""Run one attempt of the plan as a child process and log it to MLflow while it runs."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from tasks.attempt_files import state_step
+from tasks.engines.catalog import ENGINES
+from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, RefusedInput
+from tasks.files import write_record
+from tasks.host_memory import cgroup_oom_kills
+from tasks.memory import MB
+from tasks.params import Params
+from tasks.processes import ProgramExit, run_program
+from tasks.progress import TrainingProgress
+from tasks.records import (
+    Attempt,
+    FinishedAttempt,
+    Hardware,
+    Outcome,
+    RunSetting,
+    TrainingJob,
+)
+from tasks.run_folder import interrupted_outcome
+from tasks.tracking.metrics import MetricsSender
+from tasks.tracking.runs import close_attempt_run, open_attempt_run
+
+
+@task(cache_policy=NO_CACHE, task_run_name="train {attempt.name}")
+def train(attempt: Attempt, setting: RunSetting, params: Params) -> FinishedAttempt:
+    """Run `attempt` to its end and return what came of it; a stop from outside is recorded, then raised on."""
+    logger = get_run_logger()
+    attempt_dir = setting.run.run_dir / attempt.name
+    job = TrainingJob(
+        attempt=attempt,
+        params=params.model_dump(mode="json"),
+        dataset_dir=setting.dataset.version.path,
+        base_model_dir=setting.base_model.path,
+        attempt_dir=attempt_dir,
+    )
+    write_record(attempt_dir / "attempt.json", job)
+    logger.info("%s: %s", attempt.name, attempt.reason)
+    attempt_run = open_attempt_run(setting.tracked, attempt)
+    sender = MetricsSender(attempt_run, attempt_dir / "metrics.jsonl", logger.warning)
+    try:
+        outcome = _run_child(job, setting.hardware, sender, logger.info)
+    except BaseException:
+        outcome = interrupted_outcome(job)
+        with suppress(HalfstepError):
+            close_attempt_run(attempt_run, outcome, attempt_dir)
+        raise
+    write_record(attempt_dir / "outcome.json", outcome)
+    report = sender.finish()
+    if report.message:
+        logger.warning(report.message)
+    close_attempt_run(attempt_run, outcome, attempt_dir)
+    logger.info("%s: %s", attempt.name, describe(outcome))
+    return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=attempt_dir)
+
+
+def _run_child(job: TrainingJob, hardware: Hardware, sender: MetricsSender, say: Callable[[str], None]) -> Outcome:
+    engine = ENGINES[job.attempt.engine]
+    command = engine.command(job, hardware)
+    first_step = state_step(job.attempt.resume_from) if job.attempt.resume_from else 0
+    progress = TrainingProgress(job.attempt_dir, first_step, int(job.params["training"]["max_steps"]), say)
+    kills_before = cgroup_oom_kills()
+
+    def watch() -> None:
+        progress.update()
+        sender.send()
+
+    ended: ProgramExit = run_program(
+        command.module, command.arguments, job.attempt_dir / "train.log", environment=command.environment, on_tick=watch
+    )
+    return engine.outcome(job, ended, hardware, cgroup_oom_kills() - kills_before)
+
+
+def describe(outcome: Outcome) -> str:
+    """Return one line on how an attempt ended."""
+    peak = f", peak {outcome.peak_memory_bytes / MB:.0f} MB" if outcome.peak_memory_bytes is not None else ""
+    if outcome.failure is None:
+        return f"{outcome.status} after {outcome.steps_done} of {outcome.total_steps} steps{peak}"
+    where = f" in {outcome.failure.phase}" if outcome.failure.phase else ""
+    kind = f" ({outcome.shortage} memory)" if outcome.shortage else ""
+    return f"{outcome.status}{kind}{where} after {outcome.steps_done} of {outcome.total_steps} steps{peak}: {outcome.failure.message}"
+
+
+def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
+    """Return the error that says why no attempt succeeded, with what was tried and what was there."""
+    last = finished[-1]
+    outcome, failure = last.outcome, last.outcome.failure
+    log = f"The log is {last.attempt_dir / 'train.log'}."
+    if outcome.status == "out_of_memory":
+        return NothingFitted(_nothing_fitted(finished) + f"\n{log}")
+    message = failure.message if failure else outcome.status
+    if outcome.status == "diverged":
+        return Diverged(f"{last.attempt.name} diverged: {message}\n{log}")
+    if failure is not None and failure.error_type == "RefusedInput":
+        return RefusedInput(message)
+    where = f" in {failure.phase}" if failure and failure.phase else ""
+    kind = f"{failure.error_type}: " if failure and failure.error_type != "ProcessDied" else ""
+    return AttemptFailed(f"{last.attempt.name} failed{where}: {kind}{message}\nNot retried: no other precision can mend this. {log}")
+
+
+def _nothing_fitted(finished: tuple[FinishedAttempt, ...]) -> str:
+    lines = [f"no attempt of the plan fitted in memory ({len(finished)} tried):"]
+    for done in finished:
+        failure, levers = done.outcome.failure, done.attempt.levers
+        size = f"micro-batch {levers.per_device_train_batch_size}"
+        peak = f"took {done.outcome.peak_memory_bytes / MB:.1f} MB" if done.outcome.peak_memory_bytes is not None else "use unknown"
+        asked = f", asked for {failure.requested_bytes / MB:.1f} MB more" if failure and failure.requested_bytes else ""
+        free = f" with {failure.available_bytes / MB:.1f} MB available" if failure and failure.available_bytes is not None else ""
+        lines.append(f"  {done.attempt.name} ({size}): {peak}{asked}{free}, in {failure.phase if failure else 'unknown'}")
+    lines.append("Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps).")
+    return "\n".join(lines)
