@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tasks.errors import RefusedInput
 
 PrecisionMode = Literal["auto", "bf16", "fp16", "fp32"]
+BUILT_IN_SCORERS = ("reasoning_gym", "byte_share")
 Scalar = str | int | float | bool
 Megabytes = Annotated[float, Field(gt=0)]
 
@@ -98,7 +99,7 @@ class RewardParams(Section):
     @field_validator("scorer")
     @classmethod
     def _known_or_file(cls, value: str) -> str:
-        if value in ("reasoning_gym", "byte_share"):
+        if value in BUILT_IN_SCORERS:
             return value
         path, separator, function = value.rpartition(":")
         if not separator or not path.endswith(".py") or not function.isidentifier():

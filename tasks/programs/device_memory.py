@@ -154,3 +154,11 @@ def _start_thread_pools() -> None:
     square = torch.ones(512, 512)
     torch.mm(square, square)
     (square.requires_grad_() @ square).sum().backward()
+
+
+def detect_device_type() -> DeviceType:
+    """Return the device type on which transformers will put the model."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if device is None:
+        return "cpu"
+    return "rocm" if device.type == "cuda" and torch.version.hip else device.type

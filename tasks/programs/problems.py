@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "question", "answer", "entry")])
 TRAIN_FILE = "train.parquet"
 EVAL_FILE = "eval.parquet"
-MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)

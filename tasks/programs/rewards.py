@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from reasoning_gym.factory import get_score_answer_fn
 from reasoning_gym.utils import extract_answer
 
 from tasks.errors import RefusedInput, ScorerFailed
 from tasks.params import DatasetParams, ReasoningGymParams, RewardParams
+from tasks.programs.families import open_family
 from tasks.programs.problems import Row
 
 
@@ -41,7 +41,7 @@ def load_scorer(params: RewardParams, dataset: DatasetParams) -> Scorer:
     if params.scorer == "reasoning_gym":
         if not isinstance(dataset, ReasoningGymParams):
             raise RefusedInput(f"reward.scorer 'reasoning_gym' needs dataset.source 'reasoning_gym', found {dataset.source!r}")
-        return _checked(_reasoning_gym(dataset.family), params.scorer)
+        return _checked(_reasoning_gym(dataset), params.scorer)
     if params.scorer == "byte_share":
         return _checked(_byte_share(params.wanted_bytes), params.scorer)
     return _checked(_own_function(params.scorer), params.scorer)
@@ -57,8 +57,8 @@ def answer_text(completion: str) -> str:
     return extract_answer(completion) or completion.strip()
 
 
-def _reasoning_gym(family: str) -> Scorer:
-    verify: Callable[..., Any] = get_score_answer_fn(family)
+def _reasoning_gym(dataset: ReasoningGymParams) -> Scorer:
+    verify: Callable[..., Any] = open_family(dataset, seed=0, size=1).score_answer
 
     def score(completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
         pairs = zip(completions, rows, strict=True)

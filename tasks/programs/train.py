@@ -23,7 +23,7 @@ from tasks.files import read_record, write_record
 from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_bytes
 from tasks.params import Params, TrainingParams
 from tasks.programs import lifecycle
-from tasks.programs.device_memory import DeviceMemory, device_memory
+from tasks.programs.device_memory import DeviceMemory, detect_device_type, device_memory
 from tasks.programs.grpo import MeteredGRPOTrainer
 from tasks.programs.half_precision import fast_fp16_matmul
 from tasks.programs.observation import PrecisionObserver, check_observed
@@ -226,14 +226,6 @@ def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     )
     status: Status = "out_of_memory" if shortage else "diverged" if isinstance(error, Diverged) else "failed"
     return run.outcome(status, failure, shortage=shortage)
-
-
-def detect_device_type() -> DeviceType:
-    """Return the device type on which transformers will put the model."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    if device is None:
-        return "cpu"
-    return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def main() -> int:

@@ -1,0 +1,60 @@
+"""The command of the versions: ``python -m tasks.versioning {list,verify,restore}``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tasks.errors import HalfstepError
+from tasks.processes import PROJECT_DIR
+from tasks.versioning.restore import restore_folder
+from tasks.versioning.store import list_store, verify_store
+
+EPILOG = """examples:
+  python -m tasks.versioning list
+  python -m tasks.versioning restore 0123456789abcdef0123456789abcdef.dir /tmp/checkpoint
+  python -m tasks.versioning verify
+
+A run's hashes are in its run.json and among its tags in MLflow. To keep a second copy elsewhere:
+  cd state/store && python -m dvc remote add -d NAME URL
+"""
+
+
+def main() -> int:
+    """Carry out one command; faults found by `verify` are exit code 1."""
+    parser = argparse.ArgumentParser(
+        "python -m tasks.versioning",
+        description="What DVC keeps for halfstep: checkpoints and built inputs, by hash.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--store", type=Path, default=PROJECT_DIR / "state" / "store", help="the store (default: state/store)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="what the store holds: kind/name, hash, size")
+    commands.add_parser("verify", help="read every stored byte and name each file that is damaged or missing")
+    restore = commands.add_parser("restore", help="bring a folder back bit for bit from its hash, out of a cache or the default remote")
+    restore.add_argument("hash", help="DVC's hash of the folder, ending in .dir")
+    restore.add_argument("destination", type=Path, help="an empty or missing folder")
+    arguments = parser.parse_args()
+    if arguments.command == "restore":
+        sys.stdout.write(f"restored {restore_folder(arguments.store.resolve(), arguments.hash, arguments.destination.resolve())}\n")
+        return 0
+    versions = list_store(arguments.store.resolve())
+    if not versions:
+        sys.stdout.write(f"the store {arguments.store} holds nothing yet\n")
+        return 0
+    if arguments.command == "list":
+        for version in versions:
+            label = version.location.removeprefix("store:").removesuffix(".dvc")
+            sys.stdout.write(f"{label:44} {version.dvc_hash}  {version.size_bytes / 2**20:10.1f} MB\n")
+        return 0
+    faults = verify_store(arguments.store.resolve())
+    sys.stdout.write("".join(f"{fault}\n" for fault in faults) or f"{len(versions)} stored folders, every byte as recorded\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except HalfstepError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)

@@ -1,0 +1,246 @@
+"""Parent and attempts in a real sqlite store: what was asked, decided and measured can be read back."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from tasks.errors import HalfstepError
+from tasks.params import Params
+from tasks.records import (
+    Accuracy,
+    ArtifactVersion,
+    DatasetVersion,
+    Evaluation,
+    Failure,
+    FinishedAttempt,
+    Hardware,
+    ObservedPrecision,
+    Outcome,
+    PrecisionPlan,
+    RunRecord,
+    SampledCompletion,
+    SourceVersion,
+    TrackedRun,
+)
+from tasks.tracking.entities import flatten
+from tasks.tracking.location import open_experiment, tracking_uri, without_passwords
+from tasks.tracking.runs import (
+    close_attempt_run,
+    close_open_runs,
+    close_parent_run,
+    log_dataset,
+    log_file,
+    open_attempt_run,
+    open_parent_run,
+    reopen_run,
+)
+
+HASH = "0123456789abcdef0123456789abcdef.dir"
+VERSION = ArtifactVersion(path=Path("x"), dvc_hash=HASH, size_bytes=3 << 20, location="store:checkpoints/x.dvc")
+SHORTAGE = Outcome(
+    status="out_of_memory",
+    shortage="device",
+    peak_memory_bytes=900 << 20,
+    failure=Failure(phase="backward", error_type="RuntimeError", message="can't allocate memory"),
+)
+SUCCESS = Outcome(
+    status="succeeded",
+    observed=ObservedPrecision(
+        forward=("float16",), backward=("float16",), rollout=("float16", "float32"), trainable_weights=("float32",), scaler_live=True
+    ),
+    final_loss_scale=1024.0,
+    skipped_steps=1,
+    peak_memory_bytes=700 << 20,
+    steps_done=3,
+    total_steps=3,
+    step_time_ms=12.5,
+    tokens_per_second=99.0,
+)
+
+
+def client_of(run: TrackedRun) -> MlflowClient:
+    return MlflowClient(run.tracking_uri)
+
+
+def artifact(run: TrackedRun, name: str, tmp_path: Path) -> str:
+    return Path(client_of(run).download_artifacts(run.run_id, name, str(tmp_path))).read_text()
+
+
+def write_steps(attempt_dir: Path, rewards: dict[int, float]) -> Path:
+    attempt_dir.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "time": 1000.0 + step, "metrics": {"reward": reward}}) for step, reward in rewards.items()]
+    (attempt_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (attempt_dir / "train.log").write_text("the log")
+    return attempt_dir
+
+
+def test_parent_run_holds_what_was_asked_found_and_decided(
+    parent: TrackedRun, state_dir: Path, plan: PrecisionPlan, hardware: Hardware, tmp_path: Path
+) -> None:
+    run = client_of(parent).get_run(parent.run_id)
+    assert run.info.artifact_uri.startswith(f"{state_dir.as_uri()}/mlartifacts/")
+    assert parent.tracking_uri == f"sqlite:///{state_dir}/mlflow.db"
+    assert run.data.params["training.learning_rate"] == "2e-05"
+    assert run.data.params["memory.retries.0.precision"] == "fp16"
+    assert run.data.params["training.engine_args.many.119"] == "119"
+    assert run.data.params["training.engine_args.odd_key"] == "[]"
+    assert (
+        len(run.data.params["training.engine_args.note"]) == 6000
+        and "cut here; 7000 characters" in run.data.params["training.engine_args.note"]
+    )
+    assert run.data.tags["halfstep.run_name"] == run.info.run_name
+    assert (run.data.tags["git.commit"], run.data.tags["git.dirty"]) == ("abc123", "True")
+    assert run.data.tags["plan.attempts"] == "1-baseline-bf16, 2-retry-fp16"
+    assert "cut here" in run.data.tags["plan.reason"]
+    assert run.data.tags["hardware.bf16"] == "native: has avx512_bf16"
+    assert PrecisionPlan.model_validate_json(artifact(parent, "plan.json", tmp_path)) == plan
+    assert Hardware.model_validate_json(artifact(parent, "hardware.json", tmp_path)) == hardware
+    assert len(yaml.safe_load(artifact(parent, "params.yaml", tmp_path))["training"]["engine_args"]["note"]) == 7000
+
+
+def test_a_repeated_open_goes_on_with_the_same_run(parent: TrackedRun, state_dir: Path, plan: PrecisionPlan, hardware: Hardware) -> None:
+    name = "test_a_repeated_open_goes_on_with_the_same_run"
+    again = {"params": Params(), "hardware": hardware, "plan": plan, "source": SourceVersion(git_commit=None, dirty=None)}
+    assert open_attempt_run(parent, plan.attempts[0]) == open_attempt_run(parent, plan.attempts[0])
+    other = open_parent_run(name, state_dir, flow_run_id="another flow run", **again)
+    assert other != parent
+    assert open_parent_run(name, state_dir, flow_run_id="another flow run", **again) == other
+
+
+def test_each_attempt_is_a_child_run_with_its_outcome(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
+    first, second = (open_attempt_run(parent, attempt) for attempt in plan.attempts)
+    close_attempt_run(first, SHORTAGE, write_steps(tmp_path / "1", {}))
+    close_attempt_run(second, SUCCESS, write_steps(tmp_path / "2", {}))
+    failed, done = (client_of(parent).get_run(run.run_id) for run in (first, second))
+    assert [run.info.run_name for run in (failed, done)] == ["1-baseline-bf16", "2-retry-fp16"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in (failed, done)} == {parent.run_id}
+    assert (failed.info.status, done.info.status) == ("FAILED", "FINISHED")
+    assert {key: failed.data.tags[f"outcome.{key}"] for key in ("status", "shortage", "phase")} == {
+        "status": "out_of_memory",
+        "shortage": "device",
+        "phase": "backward",
+    }
+    assert failed.data.metrics["peak_memory_mb"] == 900
+    assert done.data.params["precision"] == "fp16" and done.data.params["precision.grad_scaler"] == "True"
+    assert done.data.params["levers.gradient_checkpointing"] == "True" and done.data.params["rehearsal"] == "True"
+    assert done.data.tags["attempt.reason"] == "fp16 because of a fact"
+    assert (done.data.tags["observed.forward"], done.data.tags["observed.rollout"]) == ("float16", "float16, float32")
+    assert (done.data.metrics["final_loss_scale"], done.data.metrics["skipped_steps"], done.data.metrics["steps_done"]) == (1024, 1, 3)
+    assert Outcome.model_validate_json(artifact(second, "outcome.json", tmp_path)) == SUCCESS
+    assert artifact(second, "train.log", tmp_path) == "the log"
+
+
+def test_dataset_is_searchable_and_says_how_to_get_it_back(parent: TrackedRun) -> None:
+    log_dataset(parent, DatasetVersion(version=VERSION, num_train=10, num_eval=2, num_dropped=1), "chain_sum")
+    client = client_of(parent)
+    found = client.search_runs([parent.experiment_id], f"dataset.digest = '{HASH[:8]}' and dataset.name = 'chain_sum'")
+    assert parent.run_id in [run.info.run_id for run in found]
+    (entry,) = client.get_run(parent.run_id).inputs.dataset_inputs
+    assert json.loads(entry.dataset.source)["restore"].startswith(f"python -m tasks.versioning restore {HASH}")
+    assert json.loads(entry.dataset.profile)["num_dropped"] == 1
+
+
+def test_closed_parent_can_be_compared_by_its_headline_figures(
+    parent: TrackedRun, plan: PrecisionPlan, hardware: Hardware, tmp_path: Path
+) -> None:
+    accuracy = Accuracy(num_correct=1, num_problems=4, share=0.25, low=0.1, high=0.5, mean_score=0.3)
+    sample = SampledCompletion(prompt="1+1=", expected="2", before="3", after="2", score_before=0, score_after=1)
+    evaluation = Evaluation(
+        precision="fp16", base=accuracy, tuned=accuracy, num_gained=2, num_lost=1, p_value=math.nan, samples=(sample,) * 2
+    )
+    finished = (
+        FinishedAttempt(attempt=plan.attempts[0], outcome=SHORTAGE, attempt_dir=write_steps(tmp_path / "1", {1: 0.1, 2: 0.15, 3: 9.0})),
+        FinishedAttempt(
+            attempt=plan.attempts[1],
+            outcome=SUCCESS.model_copy(update={"first_step": 2}),
+            attempt_dir=write_steps(tmp_path / "2", {3: 0.2, 4: 0.4}),
+        ),
+    )
+    record = RunRecord(
+        run_name="x",
+        started_at="now",
+        status="succeeded",
+        hardware=hardware,
+        plan=plan,
+        params={},
+        dataset=DatasetVersion(version=VERSION, num_train=1, num_eval=1, num_dropped=0),
+        base_model=VERSION,
+        attempts=finished,
+        evaluation=evaluation,
+        checkpoint=VERSION,
+        source=SourceVersion(git_commit=None, dirty=None),
+        tracking_uri=parent.tracking_uri,
+        tracking_run_id=parent.run_id,
+    )
+    close_parent_run(parent, record)
+    close_parent_run(parent, record)
+    run = client_of(parent).get_run(parent.run_id)
+    wanted = {
+        "accuracy_base": 0.25,
+        "accuracy_tuned_low": 0.1,
+        "gained": 2,
+        "lost": 1,
+        "reward_first": 0.1,
+        "reward_last": 0.4,
+        "peak_memory_mb": 700,
+        "tokens_per_second": 99,
+        "step_time_ms": 12.5,
+        "p_value_nonfinite": 1,
+    }
+    assert {name: run.data.metrics[name] for name in wanted} == wanted
+    assert "p_value" not in run.data.metrics
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["precision.ran"] == "fp16"
+    assert run.data.tags["checkpoint.dvc_hash"] == HASH
+    assert len(json.loads(artifact(parent, "samples.json", tmp_path))["data"]) == 2
+    assert json.loads(artifact(parent, "run.json", tmp_path))["run_name"] == "x"
+
+
+def test_runs_of_a_stopped_flow_are_closed(parent: TrackedRun, plan: PrecisionPlan, state_dir: Path, tmp_path: Path) -> None:
+    child = open_attempt_run(parent, plan.attempts[0])
+    done = open_attempt_run(parent, plan.attempts[1])
+    close_attempt_run(done, SUCCESS, write_steps(tmp_path / "2", {}))
+    flow_run_id = "flow-test_runs_of_a_stopped_flow_are_closed"
+    assert close_open_runs(state_dir, flow_run_id, "KILLED") == 2
+    assert [client_of(parent).get_run(run.run_id).info.status for run in (parent, child, done)] == ["KILLED", "KILLED", "FINISHED"]
+    assert close_open_runs(state_dir, flow_run_id, "KILLED") == 0
+    reopen_run(parent, "a later flow run")
+    log_file(parent, tmp_path / "2" / "train.log")
+    assert artifact(parent, "train.log", tmp_path) == "the log"
+    assert close_open_runs(state_dir, "a later flow run", "FAILED") == 1
+    assert close_open_runs(tmp_path / "never used", flow_run_id, "KILLED") == 0
+    assert not (tmp_path / "never used").exists()
+
+
+def test_unreachable_server_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(HalfstepError, match="MLFLOW_TRACKING_URI") as caught:
+        open_experiment(tmp_path)
+    assert "secret" not in str(caught.value)
+    assert time.monotonic() - started < 30
+
+
+def test_environment_names_place_and_experiment(
+    tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch, parent: TrackedRun
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", parent.tracking_uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "my own")
+    client, uri, experiment_id = open_experiment(tmp_path)
+    assert (uri, client.get_experiment(experiment_id).name) == (parent.tracking_uri, "my own")
+    assert open_experiment(tmp_path)[2] == experiment_id
+    client.delete_experiment(experiment_id)
+    with pytest.raises(HalfstepError, match="is deleted"):
+        open_experiment(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    assert tracking_uri(Path("state")) == f"sqlite:///{Path.cwd()}/state/mlflow.db"
+    assert without_passwords("postgresql://me:pw@host/db") == "postgresql://***@host/db"
+
+
+def test_flatten_numbers_lists_and_keeps_empty_ones() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [{"e": None}, 2], "f": []}) == {"a.b": 1, "a.c": {}, "d.0.e": None, "d.1": 2, "f": []}
