@@ -4,12 +4,12 @@ Launch: ``python -m flows.retrain [--params FILE] [key=value ...]``, or ``prefec
 """
 
 from prefect import flow
-from tasks.base_model import fetch_base_model
-from tasks.dataset import prepare_dataset
-from tasks.evaluation import evaluate
 
+from tasks.base_model import fetch_base_model
 from tasks.checkpoint import version_checkpoint
 from tasks.command_line import main
+from tasks.dataset import prepare_dataset
+from tasks.evaluation import evaluate
 from tasks.hardware import detect_hardware
 from tasks.params import PrecisionMode
 from tasks.precision import answer_shortage, decide_precision

@@ -127,4 +127,8 @@ def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of `model` whose weights are cast to `dtype`; buffers keep theirs, tied weights stay tied."""
     memo: dict[int, Any] = {id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in model.parameters()}
     memo |= {id(weight.grad): None for weight in model.parameters() if weight.grad is not None}
-    return copy.deepcopy(model, memo)
+    clone = copy.deepcopy(model, memo)
+    # TRL and accelerate replace the instance's forward by closures over the original model; the class's own is meant
+    for name in ("forward", "_original_forward"):
+        clone.__dict__.pop(name, None)
+    return clone

@@ -32,9 +32,10 @@ class PrecisionObserver:
         for layer in (layers[0], layers[-1]):
             layer.register_forward_hook(self._on_forward)
 
-    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _on_forward(self, module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor) -> None:
         if not torch.is_grad_enabled():
-            self._seen["rollout"].add(_name(output))
+            # the rollout runs without autocast: its weights' dtype is its precision
+            self._seen["rollout"].add(_name(module.weight))
             return
         self._seen["forward"].add(_name(output))
         if output.requires_grad:
