@@ -101,11 +101,15 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             yield
             return
         training_model = self.model_wrapped
-        self.model_wrapped = half_copy(self.accelerator.unwrap_model(self.model), getattr(torch, self.precision.autocast_dtype))
+        clone = half_copy(self.accelerator.unwrap_model(self.model), getattr(torch, self.precision.autocast_dtype))
+        self.model_wrapped = clone
         try:
             yield
         finally:
             self.model_wrapped = training_model
+            # modules lie in reference cycles: without this the weights would stay until the next garbage collection
+            for weight in clone.parameters():
+                weight.data = weight.data.new_empty(0)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: the run's record says what the checkpoint is."""
