@@ -67,7 +67,9 @@ class ReasoningGymParams(Section):
     source: Literal["reasoning_gym"] = Field("reasoning_gym", description="where problems come from")
     family: str = Field("chain_sum", description="name of a reasoning-gym dataset")
     options: dict[str, Scalar] = Field(default_factory=dict, description="settings of the family, checked by reasoning-gym")
-    instruction: str = Field("", description="put after the question, in the same message; the bare question when empty")
+    instruction: str = Field(
+        "", description="system message, in place of the model's own; without a chat template, put before the question"
+    )
     answer_prefix: str = Field("", description="how every answer begins: ends the prompt, so that the model goes on from there")
     num_train: int = Field(2000, ge=1, description="training problems drawn, before repeats are removed")
     num_eval: int = Field(200, ge=1, description="held-out problems drawn, before repeats are removed")

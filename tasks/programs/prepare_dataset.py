@@ -47,9 +47,11 @@ def render_prompt(question: str, dataset: DatasetParams, tokenizer: PreTrainedTo
     """Return the whole text the model is fed for a question."""
     if not isinstance(dataset, ReasoningGymParams):
         return question
-    text = "\n".join(part for part in (question, dataset.instruction) if part)
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+    if not tokenizer.chat_template:
+        return "\n".join(part for part in (dataset.instruction, question) if part) + dataset.answer_prefix
+    system = [{"role": "system", "content": dataset.instruction}] if dataset.instruction else []
+    messages = [*system, {"role": "user", "content": question}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text + dataset.answer_prefix
 
 

@@ -1,0 +1,35 @@
+"""Base models and a dataset that many tests share; nothing here imports torch."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.files import read_record
+from tasks.params import SmolLM2Params
+from tasks.processes import PROJECT_DIR
+from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, DatasetRequest, base_model_spec
+from tests.builds import BYTE_PROMPTS, SCRATCH, build
+
+
+@pytest.fixture(scope="session")
+def scratch_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base_models") / "scratch"
+    return build("tasks.programs.fetch_base_model", BaseModelRequest(base_model=SCRATCH, out_dir=folder), folder)
+
+
+@pytest.fixture(scope="session")
+def byte_dataset_dir(tmp_path_factory: pytest.TempPathFactory, scratch_model_dir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("datasets") / "byte_prompts"
+    request = DatasetRequest(dataset=BYTE_PROMPTS, base_model=SCRATCH, base_model_dir=scratch_model_dir, out_dir=folder)
+    return build("tasks.programs.prepare_dataset", request, folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real base model: the DVC stage's output where it is there, otherwise built once (a download of 93 MB)."""
+    built = PROJECT_DIR / "data" / "base_models" / "smollm2-135m-instruct"
+    manifest = built / MANIFEST_FILE
+    if manifest.is_file() and read_record(manifest, BaseModelManifest).spec == base_model_spec(SmolLM2Params()):
+        return built
+    folder = tmp_path_factory.mktemp("base_models") / "smollm2"
+    return build("tasks.programs.fetch_base_model", BaseModelRequest(base_model=SmolLM2Params(), out_dir=folder), folder)

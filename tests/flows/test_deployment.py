@@ -1,0 +1,68 @@
+"""The deployments of prefect.yaml on a real server and worker, as a schedule would run them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.flow_runs import ROOT
+
+PARAMETERS = ("-p", "params=params/smoke.yaml", "-p", "max_steps=2", "-p", "precision=bf16")
+
+
+def prefect(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+        cwd=ROOT,
+        env={**environment, "PWD": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def worker(flow_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    assert prefect(flow_environment, "work-pool", "create", "local-process", "--type", "process").returncode == 0
+    deployed = prefect(flow_environment, "deploy", "--all")
+    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    log_path = tmp_path_factory.mktemp("worker") / "worker.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local-process"],
+            cwd=ROOT,
+            env=flow_environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield flow_environment
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_deployment_runs_to_its_end_and_trains_again(worker: dict[str, str]) -> None:
+    runs = Path(worker["HALFSTEP_HOME"]) / "runs"
+    before = set(runs.glob("*/run.json"))
+    for _ in range(2):
+        done = prefect(worker, "deployment", "run", "retrain/on-demand", *PARAMETERS, "--watch")
+        assert done.returncode == 0, done.stdout + done.stderr
+    new = set(runs.glob("*/run.json")) - before
+    assert len(new) == 2
+    assert all((path.parent / "1-baseline-bf16" / "metrics.jsonl").read_text().count("\n") == 2 for path in new)
+    assert not (ROOT / "runs" / next(iter(new)).parent.name).exists()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "named"), [("max_stepz=3", "max_stepz"), ("precision=int8", "precision"), ("max_steps=many", "max_steps")]
+)
+def test_bad_parameters_are_refused_before_a_run_exists(worker: dict[str, str], parameter: str, named: str) -> None:
+    refused = prefect(worker, "deployment", "run", "retrain/nightly", "-p", parameter)
+    assert refused.returncode != 0
+    assert named in refused.stdout + refused.stderr
+    assert "Created flow run" not in refused.stdout

@@ -1,0 +1,97 @@
+"""The evaluation program as a child process, in each precision (cases G3, G5, P1)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tasks.errors import HalfstepError, ProgramFailed
+from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers
+from tasks.files import read_record
+from tasks.params import RewardParams
+from tasks.program_request import ask_program
+from tasks.programs.evaluate import complete
+from tasks.programs.problems import EVAL_FILE, read_problems
+from tasks.records import Precision
+from tests.builds import BYTE_PROMPTS
+
+PRECISIONS = {
+    "float32": Precision(mixed_precision="no", grad_scaler=False),
+    "bfloat16": Precision(mixed_precision="bf16", grad_scaler=False),
+    "float16": Precision(mixed_precision="fp16", grad_scaler=True),
+}
+
+
+def request(model_dir: Path, dataset_dir: Path, dtype: str = "float32", **fields: Any) -> EvaluationRequest:
+    defaults = {"reward": RewardParams(scorer="byte_share"), "batch_size": 5, "max_new_tokens": 6}
+    return EvaluationRequest(
+        model_dir=model_dir, dataset_dir=dataset_dir, dataset=BYTE_PROMPTS, precision=PRECISIONS[dtype], **{**defaults, **fields}
+    )
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_every_held_out_problem_is_answered_in_the_precision_asked(
+    dtype: str, scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    ask_program("tasks.programs.evaluate", request(scratch_model_dir, byte_dataset_dir, dtype), tmp_path, said.append)
+    found = read_record(tmp_path / ANSWERS_FILE, ModelAnswers)
+    problems = read_problems(byte_dataset_dir / EVAL_FILE)
+    assert [answer.question for answer in found.answers] == [problem.question for problem in problems]
+    assert found.observed_dtypes == (dtype,) and found.weights_dtype == dtype
+    assert all(0 <= answer.score <= 1 and 1 <= answer.num_tokens <= 6 for answer in found.answers)
+    assert all(answer.num_tokens == 6 for answer in found.answers if not answer.ended)
+    assert found.num_tokens == sum(len(problem.prompt) for problem in problems) + sum(answer.num_tokens for answer in found.answers)
+    assert said == [f"answered {count} of 12 held-out problems" for count in (5, 10, 12)]
+
+
+def test_left_padding_does_not_change_an_answer(scratch_model_dir: Path, byte_dataset_dir: Path) -> None:
+    asked = request(scratch_model_dir, byte_dataset_dir)
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model_dir, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(scratch_model_dir)
+    prompts = [problem.prompt for problem in read_problems(byte_dataset_dir / EVAL_FILE)]
+    assert len({len(prompt) for prompt in prompts}) > 1
+    together = complete(model, tokenizer, prompts, asked)
+    assert together == [complete(model, tokenizer, [prompt], asked)[0] for prompt in prompts]
+
+
+def test_padding_with_the_end_token_cuts_at_the_first_one(scratch_model_dir: Path, byte_dataset_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model_dir, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(scratch_model_dir)
+    prompts = [problem.prompt for problem in read_problems(byte_dataset_dir / EVAL_FILE)][:4]
+    asked = request(scratch_model_dir, byte_dataset_dir)
+    free = complete(model, tokenizer, prompts, asked)
+    assert all(tokenizer.eos_token_id not in ids for ids in free)
+    # the third token of the first answer becomes the end: rows that end there are padded with the same token
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(free[0][2])
+    ended = complete(model, tokenizer, prompts, asked)
+    for before, after in zip(free, ended, strict=True):
+        end = before.index(free[0][2]) + 1 if free[0][2] in before else len(before)
+        assert after == before[:end]
+    assert len(ended[0]) < len(free[0])
+
+
+def test_smollm2_ends_its_answers(smollm2_dir: Path, byte_dataset_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16)
+    messages = [[{"role": "user", "content": text}] for text in ("Say hello.", "State the final answer: 2 + 2 =")]
+    prompts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = complete(model, tokenizer, prompts, request(smollm2_dir, byte_dataset_dir, "bfloat16", max_new_tokens=32))
+    assert any(row[-1] == tokenizer.eos_token_id for row in ids)
+    assert all(row.count(tokenizer.eos_token_id) <= 1 for row in ids)
+
+
+def test_a_faulty_scorer_ends_it_with_the_row(scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def score(completions, questions, answers):\n    return [0.5] * 11 + [float('nan')]\n")
+    reward = RewardParams(scorer=f"{tmp_path / 'own.py'}:score")
+    asked = request(scratch_model_dir, byte_dataset_dir, reward=reward, max_new_tokens=1)
+    with pytest.raises(HalfstepError, match=r"row 11: the score is nan(.|\n)*program.log"):
+        ask_program("tasks.programs.evaluate", asked, tmp_path, lambda line: None)
+
+
+def test_a_program_that_ends_without_a_result_is_told_from_its_log(scratch_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match=r"ended with code 1 and without a result(.|\n)*FileNotFoundError"):
+        ask_program("tasks.programs.evaluate", request(scratch_model_dir, tmp_path), tmp_path, lambda line: None)

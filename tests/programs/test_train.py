@@ -1,0 +1,131 @@
+"""The training program alone: what ran is what was planned, it learns, it resumes, and it stands without its orchestrators."""
+
+from pathlib import Path
+
+import pytest
+from scipy.stats import mannwhitneyu
+
+from tasks.attempt_files import read_steps
+from tasks.memory import MB
+from tasks.params import Params, parse_params
+from tasks.records import MemoryLevers
+from tests.training_runs import Inputs, smoke_params, train
+
+BLOCKER = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"prefect", "mlflow", "dvc"}:
+            raise ModuleNotFoundError(f"{name} is not installed here")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def with_precision(params: Params, **fields: float) -> Params:
+    return parse_params({**params.model_dump(mode="json"), "precision": fields}, "with_precision")
+
+
+def test_fp32_runs_in_fp32_and_learns(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    outcome = train(smoke_params(max_steps=30, gradient_accumulation_steps=2), "fp32", scratch_inputs, tmp_path)
+    assert outcome.status == "succeeded", outcome.failure
+    assert outcome.observed is not None
+    assert outcome.observed.forward == outcome.observed.backward == outcome.observed.rollout == ("float32",)
+    steps = read_steps(tmp_path)
+    assert all(step["grad_norm"] > 0 for step in steps)
+    rewards = [step["reward"] for step in steps]
+    assert mannwhitneyu(rewards[-8:], rewards[:8], alternative="greater").pvalue < 0.01
+
+
+def test_runs_where_prefect_mlflow_and_dvc_are_not_installed(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    outcome = train(smoke_params(), "bf16", scratch_inputs, tmp_path / "attempt", environment={"PYTHONPATH": str(tmp_path)})
+    assert outcome.status == "succeeded", outcome.failure
+
+
+def test_skipped_steps_do_not_move_the_schedule_and_end_as_diverged(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    # a scale this large overflows every fp16 gradient, and halving it 4 times changes nothing
+    params = with_precision(smoke_params(max_steps=10), init_scale=2.0**100, max_consecutive_skips=4)
+    outcome = train(params, "fp16", scratch_inputs, tmp_path)
+    assert outcome.status == "diverged"
+    assert outcome.failure is not None
+    assert "max_consecutive_skips is 4" in outcome.failure.message
+    steps = read_steps(tmp_path)
+    assert [step["loss_scale"] for step in steps] == [2.0**99, 2.0**98, 2.0**97, 2.0**96]
+    assert [step["skipped_steps"] for step in steps] == [1, 2, 3, 4]
+    assert {step["learning_rate"] for step in steps} == {3e-3}
+    assert outcome.checkpoint_dir is None
+
+
+def test_an_unchanging_reward_is_no_success(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    scorer = tmp_path / "constant.py"
+    scorer.write_text("def score(completions, questions, answers):\n    return [0.5] * len(completions)\n")
+    params = parse_params({**smoke_params().model_dump(mode="json"), "reward": {"scorer": f"{scorer}:score"}}, "constant")
+    outcome = train(params, "fp32", scratch_inputs, tmp_path / "attempt")
+    assert outcome.status == "diverged"
+    assert outcome.failure is not None
+    assert "in no step did the completions of a group differ in reward" in outcome.failure.message
+
+
+def test_resume_does_the_same_steps_as_a_straight_run(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    straight = train(smoke_params(max_steps=4, save_steps=2), "fp16", scratch_inputs, tmp_path / "straight")
+    state = tmp_path / "straight" / "states" / "checkpoint-2"
+    resumed = train(smoke_params(max_steps=4, save_steps=2), "fp16", scratch_inputs, tmp_path / "resumed", resume_from=state)
+    assert (straight.status, resumed.status) == ("succeeded", "succeeded"), resumed.failure
+    assert (resumed.first_step, resumed.steps_done) == (2, 4)
+    assert (state / "scaler.pt").is_file()
+    before, after = read_steps(tmp_path / "straight")[2:], read_steps(tmp_path / "resumed")
+    for name in ("step", "learning_rate", "loss_scale", "completions/mean_length", "reward"):
+        assert [step[name] for step in after] == pytest.approx([step[name] for step in before], rel=1e-3), name
+
+
+def test_the_last_two_training_states_are_kept(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    outcome = train(smoke_params(max_steps=5, save_steps=1), "fp32", scratch_inputs, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "states").iterdir() if not path.name.startswith(".")) == [
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+    assert outcome.last_state_dir == tmp_path / "states" / "checkpoint-5"
+
+
+def test_unknown_engine_argument_is_refused_by_name(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    outcome = train(smoke_params(engine_args={"top_q": 0.5}), "fp32", scratch_inputs, tmp_path)
+    assert outcome.failure is not None
+    assert outcome.failure.error_type == "RefusedInput"
+    assert "top_q" in outcome.failure.message
+
+
+def levers(micro_batch: int, accumulation: int, *, checkpointing: bool = False, rollout: int | None = None) -> MemoryLevers:
+    return MemoryLevers(
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        gradient_checkpointing=checkpointing,
+        rollout_batch_size=rollout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [
+        ("micro-batch", levers(64, 1), levers(32, 2)),
+        ("gradient checkpointing", levers(64, 1), levers(64, 1, checkpointing=True)),
+    ],
+)
+def test_each_lever_lowers_the_peak_of_training(
+    case: str, before: MemoryLevers, after: MemoryLevers, wide_inputs: Inputs, tmp_path: Path
+) -> None:
+    params = smoke_params(max_steps=1, per_device_train_batch_size=64, max_completion_length=48)
+    peaks = [_peak_mb(params, lever, wide_inputs, tmp_path / str(index)) for index, lever in enumerate((before, after))]
+    assert peaks[1] < 0.8 * peaks[0], (case, peaks)
+
+
+def test_a_smaller_rollout_chunk_lowers_the_peak_of_the_rollout(wide_inputs: Inputs, tmp_path: Path) -> None:
+    params = smoke_params(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=64, max_completion_length=96)
+    peaks = [_peak_mb(params, levers(8, 64, rollout=chunk), wide_inputs, tmp_path / str(chunk)) for chunk in (512, 64)]
+    assert peaks[1] < 0.8 * peaks[0], peaks
+
+
+def _peak_mb(params: Params, lever: MemoryLevers, inputs: Inputs, attempt_dir: Path) -> float:
+    outcome = train(params, "bf16", inputs, attempt_dir, levers=lever)
+    assert outcome.status == "succeeded", outcome.failure
+    assert outcome.peak_memory_bytes is not None
+    return outcome.peak_memory_bytes / MB
