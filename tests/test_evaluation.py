@@ -117,22 +117,33 @@ def a_run(run_dir: Path, model_dir: Path, dataset_dir: Path, precision: Precisio
     return setting, done
 
 
-def test_base_answers_are_kept_while_nothing_they_depend_on_changes(
+def test_base_answers_are_kept_and_used_again(
     tmp_path: Path, scratch_model_dir: Path, byte_dataset_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "STATE_DIR", tmp_path / "state")
-    (tmp_path / "own.py").write_text("def score(completions, questions, answers):\n    return [float(len(text)) for text in completions]\n")
-    own = PARAMS.model_copy(update={"reward": PARAMS.reward.model_copy(update={"scorer": f"{tmp_path / 'own.py'}:score"})})
-    longer = PARAMS.model_copy(update={"training": PARAMS.training.model_copy(update={"max_completion_length": 5})})
-    runs = [("first", PARAMS, True), ("second", PARAMS, False), ("longer", longer, True), ("own", own, True), ("own again", own, True)]
-    for name, params, base_is_run in runs:
+    for name, base_is_run in (("first", True), ("second", False)):
+        setting, done = a_run(tmp_path / name, scratch_model_dir, byte_dataset_dir)
         with disable_run_logger():
-            found = evaluate.fn(*_with(params, a_run(tmp_path / name, scratch_model_dir, byte_dataset_dir)))
+            found = evaluate.fn(setting, PARAMS, done)
         assert found.base.num_problems == 12 and found.p_value == 1.0 and found.base == found.tuned
-        assert (tmp_path / name / "evaluation" / "base" / REQUEST_FILE).is_file() == base_is_run, name
+        assert (tmp_path / name / "evaluation" / "base" / REQUEST_FILE).is_file() == base_is_run
     request = read_record(tmp_path / "first" / "evaluation" / "tuned" / REQUEST_FILE, EvaluationRequest)
     assert request.precision == BF16 and request.max_new_tokens == 4
 
 
-def _with(params: Params, run: tuple[RunSetting, FinishedAttempt]) -> tuple[RunSetting, Params, FinishedAttempt]:
-    return run[0], params, run[1]
+def test_kept_answers_stand_for_everything_they_depend_on(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    setting, done = a_run(tmp_path, tmp_path / "model", tmp_path / "data")
+    fp16 = a_run(tmp_path, tmp_path / "model", tmp_path / "data", Precision(mixed_precision="fp16", grad_scaler=True))
+    longer = PARAMS.model_copy(update={"training": PARAMS.training.model_copy(update={"max_completion_length": 5})})
+    own = PARAMS.model_copy(update={"reward": PARAMS.reward.model_copy(update={"scorer": f"{tmp_path / 'own.py'}:score"})})
+    moved = setting.model_copy(update={"base_model": version(tmp_path / "elsewhere", "0.dir")})
+    other = setting.model_copy(update={"base_model": version(tmp_path / "model", "2.dir")})
+
+    def kept(setting: RunSetting, params: Params, done: FinishedAttempt) -> Path | None:
+        return evaluation._kept_path(setting, evaluation._request(setting, params, done, setting.base_model.path))
+
+    first = kept(setting, PARAMS, done)
+    assert first is not None and first == kept(moved, PARAMS, done)
+    assert len({first, kept(other, PARAMS, done), kept(setting, longer, done), kept(setting, PARAMS, fp16[1])}) == 4
+    assert kept(setting, own, done) is None

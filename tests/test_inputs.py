@@ -29,6 +29,6 @@ def test_inputs_are_built_once_and_a_bad_request_is_refused(tmp_path: Path, monk
         assert prepare_dataset.fn(PARAMS, base_model, tmp_path / "second") == dataset
         assert not (tmp_path / "second").exists()
         long = PARAMS.model_copy(update={"dataset": BYTE_PROMPTS.model_copy(update={"max_prompt_length": 4})})
-        with pytest.raises(RefusedInput, match="36 of 36 prompts are longer than dataset.max_prompt_length = 4 tokens"):
+        with pytest.raises(RefusedInput, match=r"36 of 36 prompts are longer than dataset.max_prompt_length = 4 tokens"):
             prepare_dataset.fn(long, base_model, tmp_path / "third")
     assert (tmp_path / "third" / "datasets" / REQUEST_FILE).is_file()

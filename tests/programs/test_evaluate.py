@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.errors import HalfstepError, ProgramFailed
+from tasks.errors import ScorerFailed
 from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers
 from tasks.files import read_record
 from tasks.params import RewardParams
 from tasks.program_request import ask_program
-from tasks.programs.evaluate import complete
+from tasks.programs.evaluate import answer_all, complete
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.records import Precision
 from tests.builds import BYTE_PROMPTS
@@ -88,10 +88,6 @@ def test_a_faulty_scorer_ends_it_with_the_row(scratch_model_dir: Path, byte_data
     (tmp_path / "own.py").write_text("def score(completions, questions, answers):\n    return [0.5] * 11 + [float('nan')]\n")
     reward = RewardParams(scorer=f"{tmp_path / 'own.py'}:score")
     asked = request(scratch_model_dir, byte_dataset_dir, reward=reward, max_new_tokens=1)
-    with pytest.raises(HalfstepError, match=r"row 11: the score is nan(.|\n)*program.log"):
-        ask_program("tasks.programs.evaluate", asked, tmp_path, lambda line: None)
-
-
-def test_a_program_that_ends_without_a_result_is_told_from_its_log(scratch_model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ProgramFailed, match=r"ended with code 1 and without a result(.|\n)*FileNotFoundError"):
-        ask_program("tasks.programs.evaluate", request(scratch_model_dir, tmp_path), tmp_path, lambda line: None)
+    with pytest.raises(ScorerFailed, match="row 11: the score is nan"):
+        answer_all(asked, tmp_path / ANSWERS_FILE)
+    assert not (tmp_path / ANSWERS_FILE).exists()

@@ -1,0 +1,93 @@
+"""Bad input: one message that names the field, what was found and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.errors import RefusedInput
+from tasks.params import Params, described_fields, known_keys, load_params, parse_params
+from tasks.processes import PROJECT_DIR
+
+SHIPPED = sorted((PROJECT_DIR / "params").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_params_load_and_say_their_launch_line(path: Path) -> None:
+    assert load_params(path).training.max_steps > 0
+    header = path.read_text().split("\n\n")[0]
+    assert f"--params params/{path.name}" in header
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_key_of_the_shipped_params_is_a_described_field(path: Path) -> None:
+    described = dict(described_fields())
+    for section, fields in yaml.safe_load(path.read_text()).items():
+        for name in fields:
+            assert described[f"{section}.{name}"].strip(), name
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.max_step=3", ("training.max_step: unknown key", "did you mean training.max_steps?")),
+        ("trainning.max_steps=3", ("trainning: unknown key",)),
+        ("training.max_steps=many", ("training.max_steps", "integer", "'many'")),
+        ("training.max_steps=0", ("training.max_steps", "greater than or equal to 1", "found 0")),
+        ("training.learning_rate=.nan", ("training.learning_rate", "finite")),
+        ("precision.mode=int8", ("precision.mode", "'auto', 'bf16', 'fp16' or 'fp32'", "'int8'")),
+        ("training.strategy=fsdp", ("training.strategy", "'single'", "'fsdp'")),
+        ("training.num_generations=7", ("whole groups", "32")),
+        ("memory.retries=[{micro_batch_divisor: 3}]", ("memory.retries[0].micro_batch_divisor 3", "does not divide")),
+        ("memory.budget_mb=-5", ("memory.budget_mb", "greater than 0")),
+        ("base_model.source=gpt5", ("base_model", "'smollm2-135m-instruct', 'scratch'")),
+        ("reward.scorer=nowhere.py:score", ("reward.scorer", "nowhere.py", "does not exist")),
+        ("reward.scorer=sum", ("reward.scorer", "neither", "<file.py>:<function>")),
+        ("no_equals_sign", ("section.key=value",)),
+        ("training.max_steps.deep=1", ("training.max_steps",)),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_path(override: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(RefusedInput) as refused:
+        load_params(PROJECT_DIR / "params" / "retrain.yaml", (override,))
+    assert refused.value.exit_code == 2
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n- b\n", "mapping of sections, found list"),
+        ("", "found NoneType"),
+        ("a: [1\n", "not valid YAML"),
+        ("!!python/name:os.system x", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_params_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(RefusedInput, match=words):
+        load_params(path)
+
+
+def test_a_missing_file_names_those_that_exist() -> None:
+    with pytest.raises(RefusedInput, match=r"retrain\.yaml"):
+        load_params(PROJECT_DIR / "params" / "retrian.yaml")
+
+
+def test_all_faults_come_at_once() -> None:
+    with pytest.raises(RefusedInput) as refused:
+        parse_params({"training": {"max_steps": -1, "seed": "x"}, "bogus": 1}, "file")
+    assert str(refused.value).count("\n") == 3
+
+
+def test_overrides_and_dump_come_back_equal() -> None:
+    params = load_params(PROJECT_DIR / "params" / "smoke.yaml", ("training.seed=7", "memory.budget_mb=12.5"))
+    assert (params.training.seed, params.memory.budget_mb) == (7, 12.5)
+    assert Params.model_validate(params.model_dump(mode="json")) == params
+
+
+def test_every_field_has_a_description() -> None:
+    assert len(known_keys()) == len(set(known_keys()))
+    assert all(not text.startswith("None") for _, text in described_fields())
