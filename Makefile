@@ -25,7 +25,7 @@ install: $(INSTALLED) ## create .venv and install
 data: install ## build base model and dataset (dvc repro; nothing is rebuilt that is up to date)
 	@echo "base model and dataset (dvc repro)"
 	@mkdir -p state/prefect
-	@$(BIN)/python -m dvc repro --quiet
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m dvc repro --quiet
 
 retrain: data ## the main job: train, evaluate, version and log (params/retrain.yaml)
 	@$(BIN)/python -m flows.retrain
