@@ -49,6 +49,7 @@ def train(attempt: Attempt, setting: RunSetting, params: Params) -> FinishedAtte
         outcome = _run_child(job, setting.hardware, sender, logger.info)
     except BaseException:
         outcome = interrupted_outcome(job)
+        sender.finish(patience_seconds=5.0)
         with suppress(HalfstepError):
             close_attempt_run(attempt_run, outcome, attempt_dir)
         raise

@@ -47,7 +47,7 @@ def answer_all(request: EvaluationRequest, out_file: Path) -> None:
     observer.attach(model)
     started = time.monotonic()
     completions: list[list[int]] = []
-    with fast_fp16_matmul(device_type):
+    with fast_fp16_matmul():
         for start in range(0, len(problems), request.batch_size):
             prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
             completions += complete(model, tokenizer, prompts, request)
@@ -95,7 +95,8 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts
     """Return greedy completions as token ids, each up to and with its first end token."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     dtype, mixed = getattr(torch, request.precision.autocast_dtype), request.precision.mixed_precision != "no"
-    with torch.inference_mode(), torch.autocast(model.device.type, dtype, enabled=mixed):
+    # not inference_mode: under it whole linear layers reach a dispatch mode, and fast_fp16_matmul would let them pass
+    with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=mixed):
         ids = model.generate(
             **batch,
             max_new_tokens=request.max_new_tokens,

@@ -40,9 +40,9 @@ def cpu_has_fp16_units() -> bool:
 
 
 @contextlib.contextmanager
-def fast_fp16_matmul(device_type: str) -> Iterator[None]:
-    """Compute fp16 products in fp32 on a CPU without fp16 units; elsewhere change nothing."""
-    if device_type != "cpu" or cpu_has_fp16_units():
+def fast_fp16_matmul() -> Iterator[None]:
+    """Compute fp16 products of CPU tensors in fp32, unless the CPU has fp16 units."""
+    if cpu_has_fp16_units():
         yield
         return
     with _WidenedProducts():

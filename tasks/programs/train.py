@@ -5,6 +5,7 @@ a line a step, keeps training states under ``states/`` and the trained weights i
 ``outcome.json`` (an Outcome) last. Needs torch, transformers, trl, accelerate and datasets; no prefect, mlflow or dvc.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -66,7 +67,8 @@ class TrainingRun:
         before = weights_digest(model)
         trainer = self._build_trainer(model)
         resume_from = self.job.attempt.resume_from
-        with fast_fp16_matmul(self.device_type):
+        emulates_fp16 = self.job.attempt.precision.mixed_precision == "fp16" and self.device_type == "cpu"
+        with fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         self._check_result(model, before)
         self._save(trainer)
