@@ -1,5 +1,5 @@
 """Flows, run from the project's root; ``state/`` must exist before Prefect puts its home there (pyproject.toml)."""
 
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 
 (PROJECT_DIR / "state" / "prefect").mkdir(parents=True, exist_ok=True)

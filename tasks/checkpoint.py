@@ -5,8 +5,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from tasks.errors import AttemptFailed
+from tasks.places import STORE_DIR
 from tasks.records import ArtifactVersion, FinishedAttempt, RunFolder
-from tasks.run_folder import STORE_DIR
 from tasks.versioning.store import store_folder
 
 

@@ -18,11 +18,12 @@ from tasks.errors import HalfstepError
 from tasks.files import read_record
 from tasks.hardware import detect_hardware
 from tasks.params import Params, described_fields
+from tasks.places import RUNS_DIR
 from tasks.precision import plan_precision
 from tasks.records import RunFolder, RunRecord
 from tasks.report import plan_text
 from tasks.request import check_engine, resolve_params
-from tasks.run_folder import RUNS_DIR, earlier_attempts
+from tasks.run_folder import earlier_attempts
 
 STOPPED = 130
 EXAMPLES = """\

@@ -12,9 +12,8 @@ from prefect.logging import disable_run_logger
 from tasks.errors import HalfstepError
 from tasks.hardware import detect_hardware
 from tasks.memory import MB
-from tasks.processes import PROJECT_DIR
+from tasks.places import HOME_DIR, PROJECT_DIR
 from tasks.records import Hardware
-from tasks.run_folder import HOME_DIR
 
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "reasoning-gym", "prefect", "mlflow", "dvc", "pydantic")
 # two training states are kept while a third is written (fp32 weights and AdamW's states: 12 bytes a parameter),

@@ -14,10 +14,10 @@ from tasks.errors import AttemptFailed, HalfstepError
 from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.files import read_record, write_record
 from tasks.params import BUILT_IN_SCORERS, Params
+from tasks.places import STATE_DIR
 from tasks.program_request import ask_program
 from tasks.records import Accuracy, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
 from tasks.report import evaluation_text
-from tasks.run_folder import STATE_DIR
 from tasks.versioning.inputs import input_key
 
 PROGRAM = "tasks.programs.evaluate"

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from prefect.logging import get_run_logger
 
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR, STORE_DIR
 from tasks.program_request import ask_program
 from tasks.records import ArtifactVersion, Record
-from tasks.run_folder import STORE_DIR
 from tasks.specs import Spec
 from tasks.versioning.inputs import find_input, input_key
 from tasks.versioning.store import Kind, store_folder

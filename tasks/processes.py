@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PROJECT_DIR = Path(__file__).resolve().parents[1]
+from tasks.places import PROJECT_DIR
+
 PARENT_VARIABLE = "HALFSTEP_PARENT_PID"
 
 

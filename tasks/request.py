@@ -5,7 +5,7 @@ from pathlib import Path
 from tasks.engines.catalog import ENGINES
 from tasks.errors import RefusedInput
 from tasks.params import Params, PrecisionMode, load_params
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.records import Hardware
 from tasks.run_folder import find_run, run_params
 

@@ -1,6 +1,5 @@
 """The folder of one run: opened, opened again for a resume, and what is found in it."""
 
-import os
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,14 +14,9 @@ from tasks.attempt_files import last_step, last_training_state
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_aside, write_record
 from tasks.params import Params, parse_params
-from tasks.processes import PROJECT_DIR
-from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, SourceVersion, TrackedRun, TrainingJob
+from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
+from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrackedRun, TrainingJob
 
-# HALFSTEP_HOME puts runs and state elsewhere than into the checkout, such as on a larger disk
-HOME_DIR = Path(os.environ.get("HALFSTEP_HOME") or PROJECT_DIR).resolve()
-RUNS_DIR = HOME_DIR / "runs"
-STATE_DIR = HOME_DIR / "state"
-STORE_DIR = STATE_DIR / "store"
 PARAMS_FILE = "params.yaml"
 TRACKED_FILE = "tracked.json"
 
@@ -57,10 +51,9 @@ def find_run(name: str) -> RunFolder:
     if not (run_dir / "run_folder.json").is_file():
         known = sorted(path.parent.name for path in RUNS_DIR.glob("*/run_folder.json"))[-5:]
         raise RefusedInput(f"--resume {name}: there is no such run in runs/; the newest are {', '.join(known) or 'none'}")
-    if (run_dir / "run.json").is_file():
-        raise RefusedInput(
-            f"--resume {name}: that run came to its end; see runs/{run_dir.name}/summary.txt, and start a new one to go again"
-        )
+    ended = run_dir / "run.json"
+    if ended.is_file() and read_record(ended, RunRecord).status == "succeeded":
+        raise RefusedInput(f"--resume {name}: that run succeeded; see runs/{run_dir.name}/summary.txt, or start a new one")
     return read_record(run_dir / "run_folder.json", RunFolder)
 
 

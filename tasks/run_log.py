@@ -14,6 +14,7 @@ from tasks.curves import draw_curves, joined_steps
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
 from tasks.params import Params
+from tasks.places import STATE_DIR
 from tasks.progress import duration
 from tasks.records import (
     ArtifactVersion,
@@ -27,7 +28,7 @@ from tasks.records import (
     TrackedRun,
 )
 from tasks.report import summary_text
-from tasks.run_folder import STATE_DIR, TRACKED_FILE, tracked_run
+from tasks.run_folder import TRACKED_FILE, tracked_run
 from tasks.tracking.runs import close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
 from tasks.training import failure_of
 

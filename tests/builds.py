@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasks.files import write_record
 from tasks.params import BytePromptParams, ScratchModelParams
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.records import Record
 
 SCRATCH = ScratchModelParams(source="scratch", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)

@@ -6,7 +6,7 @@ import pytest
 
 from tasks.files import read_record
 from tasks.params import SmolLM2Params
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, DatasetRequest, base_model_spec
 from tests.builds import BYTE_PROMPTS, SCRATCH, build
 

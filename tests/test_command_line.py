@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 
 from tasks.command_line import main
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 
 SMOKE = ("--params", "params/smoke.yaml")
 

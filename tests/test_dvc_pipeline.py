@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tasks.params import load_params
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.specs import base_model_spec, dataset_spec
 from tasks.versioning.folders import hash_file
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks.engines.trl_local import OWNED_ARGUMENTS
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 
 SOURCES = sorted([*PROJECT_DIR.glob("flows/**/*.py"), *PROJECT_DIR.glob("tasks/**/*.py")])
 HOMES = {

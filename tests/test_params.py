@@ -7,7 +7,7 @@ import yaml
 
 from tasks.errors import RefusedInput
 from tasks.params import Params, described_fields, known_keys, load_params, parse_params
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 
 SHIPPED = sorted((PROJECT_DIR / "params").glob("*.yaml"))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes import PROJECT_DIR, run_program
+from tasks.places import PROJECT_DIR
+from tasks.processes import run_program
 
 SLEEPER = """
 import subprocess, sys, time

@@ -158,7 +158,7 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
             near = ", ".join(difflib.get_close_matches(name, known, n=3)) or "none"
             raise RefusedInput(f"training.engine_args.{name}: trl.GRPOConfig has no such argument; nearest: {near}")
     return GRPOConfig(
-        **training.engine_args,
+        **_engine_args(attempt, training),
         output_dir=str(states_dir),
         bf16=attempt.precision.mixed_precision == "bf16",
         fp16=attempt.precision.mixed_precision == "fp16",
@@ -188,6 +188,14 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
         optim="adamw_torch",
         dataloader_pin_memory=device_type in ("cuda", "rocm"),
     )
+
+
+def _engine_args(attempt: Attempt, training: TrainingParams) -> dict[str, Any]:
+    if attempt.levers.rollout_batch_size is None:
+        return training.engine_args
+    # a growing KV cache is copied for every token and tears the heap apart: smaller chunks alone would free nothing on a CPU
+    own = training.engine_args.get("generation_kwargs", {})
+    return {**training.engine_args, "generation_kwargs": {"cache_implementation": "static", **own}}
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tasks.errors import HalfstepError
-from tasks.processes import PROJECT_DIR
+from tasks.places import STORE_DIR
 from tasks.versioning.restore import restore_folder
 from tasks.versioning.store import list_store, verify_store
 
@@ -27,7 +27,7 @@ def main() -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--store", type=Path, default=PROJECT_DIR / "state" / "store", help="the store (default: state/store)")
+    parser.add_argument("--store", type=Path, default=STORE_DIR, help="the store (default: state/store)")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="what the store holds: kind/name, hash, size")
     commands.add_parser("verify", help="read every stored byte and name each file that is damaged or missing")

@@ -10,7 +10,7 @@ from dvc.repo import Repo
 from dvc_data.hashfile.hash_info import HashInfo
 
 from tasks.errors import HalfstepError, RefusedInput
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.versioning.folders import Manifest, copy_checked, object_path, read_manifest
 
 

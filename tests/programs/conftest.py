@@ -18,10 +18,10 @@ def scratch_inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 @pytest.fixture(scope="session")
-def wide_inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """A model wide enough for activations to show beside the weights."""
-    model = ScratchModelParams(source="scratch", hidden_size=192, num_hidden_layers=4, intermediate_size=768)
-    return _build_inputs(model, tmp_path_factory.mktemp("wide"))
+def deep_inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """A model deep enough for activations to show beside all else that a process takes."""
+    model = ScratchModelParams(source="scratch", hidden_size=128, num_hidden_layers=8, intermediate_size=512)
+    return _build_inputs(model, tmp_path_factory.mktemp("deep"))
 
 
 def _build_inputs(model: ScratchModelParams, folder: Path) -> Inputs:

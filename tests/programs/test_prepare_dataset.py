@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tasks.errors import RefusedInput
 from tasks.files import read_record
 from tasks.params import BytePromptParams, ReasoningGymParams, load_params
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.programs.families import draw
 from tasks.programs.prepare_dataset import build, render_prompt
 from tasks.programs.problem_sources import Drawn, draw_sets, normalised, separate

@@ -6,7 +6,7 @@ import pytest
 
 from tasks.attempt_files import read_steps
 from tasks.params import Params, ReasoningGymParams, SmolLM2Params, load_params
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.specs import DatasetRequest
 from tests.builds import build
 from tests.training_runs import Inputs, train

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.errors import HalfstepError, RefusedInput
-from tasks.processes import PROJECT_DIR
+from tasks.places import PROJECT_DIR
 from tasks.versioning.folders import folder_hash, object_path, read_folder
 from tasks.versioning.restore import cache_dir, restore_folder
 from tasks.versioning.store import STORE_CONFIG, list_store, store_folder, verify_store

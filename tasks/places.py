@@ -1,0 +1,10 @@
+"""Where runs and state lie: in the checkout, or under HALFSTEP_HOME, such as on a larger disk."""
+
+import os
+from pathlib import Path
+
+PROJECT_DIR = Path(__file__).resolve().parents[1]
+HOME_DIR = Path(os.environ.get("HALFSTEP_HOME") or PROJECT_DIR).resolve()
+RUNS_DIR = HOME_DIR / "runs"
+STATE_DIR = HOME_DIR / "state"
+STORE_DIR = STATE_DIR / "store"
