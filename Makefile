@@ -46,7 +46,7 @@ ui: install ## MLflow on http://127.0.0.1:5000
 	@echo "MLflow on http://127.0.0.1:$(PORT) (Ctrl-C ends it)"
 	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python -m mlflow server \
 	  --host 127.0.0.1 --port $(PORT) --workers 1 \
-	  --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/state/mlflow.db}"
+	  --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$${HALFSTEP_HOME:-$(CURDIR)}/state/mlflow.db}"
 
 clean: ## remove .venv, caches and run folders; never state/ (checkpoints, MLflow)
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -63,8 +63,8 @@ def retrain(
     if finished[-1].outcome.status != "succeeded":
         conclude_failed(setting, resolved, finished)
         raise why_failed(finished)
-    evaluation = evaluate(setting, resolved, finished[-1])
     checkpoint = version_checkpoint(run, finished[-1])
+    evaluation = evaluate(setting, resolved, finished[-1], checkpoint)
     return conclude_run(setting, resolved, finished, evaluation, checkpoint)
 
 

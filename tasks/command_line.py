@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -14,18 +13,20 @@ from typing import NoReturn
 
 from prefect.logging import disable_run_logger
 
-from tasks.errors import HalfstepError
-from tasks.files import read_record
+from tasks.attempt_files import state_step
+from tasks.errors import HalfstepError, RefusedInput
 from tasks.hardware import detect_hardware
 from tasks.params import Params, described_fields
 from tasks.places import RUNS_DIR
 from tasks.precision import plan_precision
-from tasks.records import RunFolder, RunRecord
+from tasks.processes import run_in_own_session
+from tasks.records import Hardware, PrecisionPlan, RunRecord
 from tasks.report import plan_text
 from tasks.request import check_engine, resolve_params
-from tasks.run_folder import earlier_attempts
+from tasks.run_folder import earlier_attempts, held_run
 
 STOPPED = 130
+DEFAULT_PARAMS = "params/retrain.yaml"
 EXAMPLES = """\
 examples:
   python -m flows.retrain                                      params/retrain.yaml as it stands
@@ -42,48 +43,51 @@ fields (see params/*.yaml):
 
 def main(flow: Callable[..., RunRecord], arguments: list[str] | None = None) -> int:
     """Run the retrain flow for a person; return the exit code."""
-    asked = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
-    started = time.time()
+    asked = _parser().parse_intermixed_args(arguments)
     try:
         return _run(flow, asked)
     except HalfstepError as error:
         print(f"\n{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"\n{_stopped_text(started)}", file=sys.stderr)
+        print(f"\n{_stopped_text()}", file=sys.stderr)
         return STOPPED
 
 
 def _run(flow: Callable[..., RunRecord], asked: argparse.Namespace) -> int:
     overrides = list(asked.overrides)
-    params = resolve_params(asked.params, None, None, None, None, None, overrides, asked.resume)
+    if asked.resume and asked.params:
+        raise RefusedInput(f"--resume {asked.resume} keeps the run's own params; leave out --params {asked.params}")
+    file = asked.params or DEFAULT_PARAMS
+    params = resolve_params(file, None, None, None, None, None, overrides, asked.resume)
     if asked.plan:
-        print(_plan(params))
+        hardware, plan = _plan(params)
+        print(plan.model_dump_json(indent=2) if asked.json else plan_text(hardware, plan))
         return 0
     _hush_tracebacks()
-    record = flow(params=asked.params, overrides=overrides, resume=asked.resume)
+    run_in_own_session()
+    signal.signal(signal.SIGTERM, _interrupt)
+    record = flow(params=file, overrides=overrides, resume=asked.resume)
     summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
     print(record.model_dump_json(indent=2) if asked.json else f"\n{summary}", end="")
     return 0
 
 
-def _plan(params: Params) -> str:
+def _plan(params: Params) -> tuple[Hardware, PrecisionPlan]:
     with tempfile.TemporaryDirectory() as folder, disable_run_logger():
         hardware = detect_hardware.fn(Path(folder))
     plan = plan_precision(hardware, params)
     check_engine(hardware, params)
-    return plan_text(hardware, plan)
+    return hardware, plan
 
 
-def _stopped_text(started: float) -> str:
-    folders = [path for path in RUNS_DIR.glob("*/run_folder.json") if path.parent.stat().st_mtime >= started - 1]
-    if not folders:
+def _stopped_text() -> str:
+    folder = held_run()
+    if folder is None:
         return "stopped before the run began; nothing was kept"
-    folder = read_record(max(folders, key=lambda path: path.parent.stat().st_mtime), RunFolder)
     attempts = earlier_attempts(folder)
     state = attempts[-1].outcome.last_state_dir if attempts else None
-    kept = f"the training state of step {state.name.rpartition('-')[2]}" if state else "no training state yet"
+    kept = f"the training state of step {state_step(state)}" if state else "no training state yet"
     at = f" at step {attempts[-1].outcome.steps_done} of {attempts[-1].outcome.total_steps}" if attempts else " before training"
     return f"stopped{at}; kept {kept} in runs/{folder.name}\ngo on with: python -m flows.retrain --resume {folder.name}"
 
@@ -117,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a field of the params file")
-    parser.add_argument("--params", default="params/retrain.yaml", metavar="FILE", help="params file (default %(default)s)")
+    parser.add_argument("--params", metavar="FILE", help=f"params file (default {DEFAULT_PARAMS})")
     parser.add_argument("--plan", action="store_true", help="show hardware, attempts and reasons, and stop")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped, by its name in runs/")
-    parser.add_argument("--json", action="store_true", help="print the run's record as JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print the run's record, or the plan, as JSON on standard output")
     return parser

@@ -6,6 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from tasks.errors import RefusedInput
 from tasks.files import read_record
 from tasks.inputs import find_or_build
 from tasks.params import Params
@@ -34,4 +35,10 @@ def prepare_dataset(params: Params, base_model: ArtifactVersion, run_dir: Path) 
         params.dataset.max_prompt_length,
         counts.num_held_out_in_train,
     )
+    groups = params.training.effective_batch_size // params.training.num_generations
+    if counts.num_train < groups:
+        raise RefusedInput(
+            f"a step takes {groups} prompts (effective batch {params.training.effective_batch_size} / num_generations "
+            f"{params.training.num_generations}), but the dataset has {counts.num_train}; raise dataset.num_train"
+        )
     return DatasetVersion(version=version, num_train=counts.num_train, num_eval=counts.num_eval, num_dropped=counts.num_dropped)

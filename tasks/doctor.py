@@ -15,7 +15,7 @@ from tasks.memory import MB
 from tasks.places import HOME_DIR, PROJECT_DIR
 from tasks.records import Hardware
 
-PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "reasoning-gym", "prefect", "mlflow", "dvc", "pydantic")
+PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets", "reasoning-gym", "prefect", "mlflow", "dvc", "pydantic")
 # two training states are kept while a third is written (fp32 weights and AdamW's states: 12 bytes a parameter),
 # and the checkpoint (4 bytes a parameter) lies in the run folder before it moves to the store
 NEEDED_DISK_BYTES = 135_000_000 * (3 * 12 + 2 * 4)

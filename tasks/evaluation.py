@@ -10,13 +10,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from pydantic import ValidationError
 
-from tasks.errors import AttemptFailed, HalfstepError
+from tasks.errors import HalfstepError
 from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.files import read_record, write_record
 from tasks.params import BUILT_IN_SCORERS, Params
 from tasks.places import STATE_DIR
 from tasks.program_request import ask_program
-from tasks.records import Accuracy, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
+from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
 from tasks.report import evaluation_text
 from tasks.versioning.inputs import input_key
 
@@ -27,18 +27,16 @@ Z_95 = 1.959963984540054
 
 
 @task(cache_policy=NO_CACHE)
-def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt) -> Evaluation:
+def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt, checkpoint: ArtifactVersion) -> Evaluation:
     """Answer the held-out set with base and tuned model in the precision that trained, and compare.
 
     The base model's answers are kept under ``state/evaluations`` and used again while nothing they depend on has changed.
     """
     logger = get_run_logger()
-    if done.outcome.checkpoint_dir is None:
-        raise AttemptFailed(f"{done.attempt.name} left no checkpoint to evaluate; see {done.attempt_dir}")
     work_dir = setting.run.run_dir / "evaluation"
     base = _base_answers(setting, params, done, work_dir, logger.info)
     logger.info("evaluating the tuned model")
-    tuned = _answers(_request(setting, params, done, done.outcome.checkpoint_dir), work_dir / "tuned", logger.info)
+    tuned = _answers(_request(setting, params, done, checkpoint.path), work_dir / "tuned", logger.info)
     evaluation = compare(base, tuned, done.attempt.precision.label, params)
     logger.info("accuracy %s", evaluation_text(evaluation))
     return evaluation

@@ -23,6 +23,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, data: object) -> object:
+        # Python counts true as 1
+        for name, field in cls.model_fields.items():
+            if isinstance(data, dict) and isinstance(data.get(name), bool) and bool not in _members(field.annotation):
+                raise ValueError(f"{name} takes a number or a text, not true or false")
+        return data
+
 
 class PrecisionParams(Section):
     """How the 16-bit precision is chosen and guarded."""
@@ -108,7 +117,7 @@ class RewardParams(Section):
             raise ValueError(f"scorer {value!r} is neither 'reasoning_gym' nor 'byte_share' nor '<file.py>:<function>'")
         if not Path(path).is_file():
             raise ValueError(f"scorer file {path!r} does not exist (looked from {Path.cwd().name}/)")
-        return value
+        return f"{Path(path).resolve()}:{function}"
 
 
 class TrainingParams(Section):
@@ -222,12 +231,23 @@ def parse_params(tree: dict[str, Any], origin: str) -> Params:
         raise RefusedInput(f"{origin}: {error.error_count()} value(s) refused\n{faults}") from None
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """A safe loader that refuses a key written twice, of which the first would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         known = ", ".join(sorted(str(other) for other in path.parent.glob("*.yaml"))) or "none"
         raise RefusedInput(f"params file {path} does not exist; files there: {known}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # noqa: S506, a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RefusedInput(f"params file {path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):

@@ -4,6 +4,7 @@ A child is started as ``python -m <module>`` from an argv list. Its result is th
 """
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tasks.places import PROJECT_DIR
 
+PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "HALFSTEP_PARENT_PID"
 
 
@@ -86,11 +88,14 @@ def _ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def stop_group(child: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """End the child's process group, children that outlived their parent included, and reap the child."""
-    if child.poll() is None:
-        _signal_group(child.pid, signal.SIGTERM)
-        _ended(child, grace_seconds)
-    _signal_group(child.pid, signal.SIGKILL)
-    child.wait()
+    try:
+        if child.poll() is None:
+            _signal_group(child.pid, signal.SIGTERM)
+            _ended(child, grace_seconds)
+    finally:
+        # a second Ctrl-C in the time of grace must not leave the group behind
+        _signal_group(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -101,6 +106,33 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 def _peak_child_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def run_in_own_session() -> None:
+    """Go on in a child process of its own session; this one waits for it, passes signals on and exits as it does.
+
+    A terminal sends Ctrl-C to every process of its group. Prefect's temporary server must outlive it, or the flow could
+    not say that it was stopped; so only the flow itself is told.
+    """
+    flow = os.fork()
+    if flow == 0:
+        os.setsid()
+        die_with_parent(signal.SIGINT)
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.kill(flow, signal.SIGINT))
+    _, status = os.waitpid(flow, 0)
+    _signal_group(flow, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send `number` to this process when its parent dies (Linux; elsewhere nothing is done)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def read_tail(path: Path, num_bytes: int = 4000) -> str:

@@ -20,16 +20,15 @@ class TrainingProgress:
         self._say = say
         self._next_time = 0.0
 
-    def update(self) -> None:
-        """Look for new steps and tell about the newest."""
-        if time.monotonic() < self._next_time:
+    def update(self, *, final: bool = False) -> None:
+        """Look for new steps and tell about the newest; `final` waits for nothing."""
+        if not final and time.monotonic() < self._next_time:
             return
         steps = read_steps(self._attempt_dir)
         if not steps or int(steps[-1]["step"]) == self._shown_step:
             return
         self._shown_step = int(steps[-1]["step"])
-        if self._shown_step < self._total_steps:
-            self._next_time = time.monotonic() + SHOWN_EVERY_SECONDS
+        self._next_time = time.monotonic() + SHOWN_EVERY_SECONDS
         self._say(progress_line(steps, self._total_steps, datetime.now().astimezone()))
 
 
@@ -38,7 +37,7 @@ def progress_line(steps: list[dict[str, float]], total_steps: int, now: datetime
     last = steps[-1]
     recent = [step["step_time_ms"] for step in steps[-10:]]
     left = timedelta(milliseconds=sum(recent) / len(recent) * (total_steps - last["step"]))
-    parts = [f"step {last['step']:.0f}/{total_steps}", f"reward {last['reward']:.3f}"]
+    parts = [f"step {last['step']:.0f}/{total_steps}"] + [f"reward {last['reward']:.3f}"] * ("reward" in last)
     if "loss_scale" in last:
         parts.append(f"loss scale {last['loss_scale']:g}")
     parts += [f"{last['step_time_ms'] / 1000:.1f} s a step", f"peak {last['peak_memory_mb']:.0f} MB"]

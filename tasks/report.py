@@ -46,8 +46,9 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
         *(f"  before      {attempt_text(done)}" for done in record.attempts[:-1]),
         f"  training    {attempt_text(last)}",
     ]
-    if steps:
-        lines.append(f"  reward      {steps[0]['reward']:.3f} (step 1) -> {steps[-1]['reward']:.3f} (step {steps[-1]['step']:.0f})")
+    rewards = [f"{step['reward']:.3f} (step {step['step']:.0f})" for step in steps if "reward" in step]
+    if rewards:
+        lines.append(f"  reward      {rewards[0]} -> {rewards[-1]}")
     if record.evaluation:
         lines.append(f"  accuracy    {evaluation_text(record.evaluation)}")
     if outcome.peak_memory_bytes is not None and outcome.step_time_ms is not None and outcome.tokens_per_second is not None:

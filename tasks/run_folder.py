@@ -1,8 +1,11 @@
 """The folder of one run: opened, opened again for a resume, and what is found in it."""
 
+import fcntl
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 from prefect import task
@@ -11,6 +14,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from tasks.attempt_files import last_step, last_training_state
+from tasks.attempt_log import TRACKED_FILE
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_aside, write_record
 from tasks.params import Params, parse_params
@@ -18,7 +22,7 @@ from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
 from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrackedRun, TrainingJob
 
 PARAMS_FILE = "params.yaml"
-TRACKED_FILE = "tracked.json"
+_HELD: list[tuple[RunFolder, BinaryIO]] = []
 
 
 @task(cache_policy=NO_CACHE)
@@ -28,17 +32,39 @@ def open_run(params: Params, resume: str | None) -> RunFolder:
     flow_run_id = str(flow_run.id) if flow_run.id else None
     if resume is not None:
         folder = find_run(resume).model_copy(update={"flow_run_id": flow_run_id})
+        hold(folder)
         get_run_logger().info("going on with run %s", folder.name)
         return folder
-    name = f"{now:%Y%m%d-%H%M%S}-{flow_run.name or 'run'}"
+    # the name is a folder's and an entry's of the store, and people may call a flow run anything
+    name = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', flow_run.name or 'run').strip('-')}"
     folder = RunFolder(
         name=name, run_dir=RUNS_DIR / name, started_at=now.isoformat(timespec="seconds"), flow_run_id=flow_run_id, source=source_version()
     )
     folder.run_dir.mkdir(parents=True)
+    hold(folder)
     write_aside(folder.run_dir / PARAMS_FILE, yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     write_record(folder.run_dir / "run_folder.json", folder)
     get_run_logger().info("run %s in %s", name, folder.run_dir.relative_to(HOME_DIR))
     return folder
+
+
+def hold(folder: RunFolder) -> None:
+    """Lock a run's folder for this process, until it ends.
+
+    Raises:
+        RefusedInput: another process is at work on the run.
+    """
+    stream = (folder.run_dir / ".lock").open("ab")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RefusedInput(f"run {folder.name} is still running in another process; wait for its end, or stop it first") from None
+    _HELD.append((folder, stream))
+
+
+def held_run() -> RunFolder | None:
+    """Return the run this process is at work on."""
+    return _HELD[-1][0] if _HELD else None
 
 
 def find_run(name: str) -> RunFolder:

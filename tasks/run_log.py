@@ -10,6 +10,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 
+from tasks.attempt_log import TRACKED_FILE, deliver
 from tasks.curves import draw_curves, joined_steps
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
@@ -28,7 +29,7 @@ from tasks.records import (
     TrackedRun,
 )
 from tasks.report import summary_text
-from tasks.run_folder import TRACKED_FILE, tracked_run
+from tasks.run_folder import tracked_run
 from tasks.tracking.runs import close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
 from tasks.training import failure_of
 
@@ -67,14 +68,21 @@ def conclude_run(
 ) -> RunRecord:
     """Write and log the record of a run that succeeded, with its summary and curves."""
     record = _record(setting, params, finished).model_copy(update={"evaluation": evaluation, "checkpoint": checkpoint})
-    _keep(setting, record)
+    try:
+        _keep(setting, record)
+    except HalfstepError as error:
+        later = f"python -m flows.retrain --resume {record.run_name}"
+        raise HalfstepError(f"{error}\nThe run itself is done and its checkpoint is stored; log it later with: {later}") from error
     return record
 
 
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
 def conclude_failed(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> None:
-    """Write and log the record of a run in which no attempt succeeded."""
-    _keep(setting, _record(setting, params, finished))
+    """Write and log the record of a run in which no attempt succeeded; why it failed matters more than MLflow being away."""
+    try:
+        _keep(setting, _record(setting, params, finished))
+    except HalfstepError as error:
+        get_run_logger().warning(str(error))
 
 
 def why_failed(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
@@ -103,12 +111,15 @@ def _keep(setting: RunSetting, record: RunRecord) -> None:
     run_dir = setting.run.run_dir
     took = duration(timedelta(seconds=(datetime.now(UTC) - datetime.fromisoformat(record.started_at)).total_seconds()))
     summary = summary_text(record, joined_steps(record.attempts), took)
-    write_record(run_dir / "run.json", record)
     write_aside(run_dir / SUMMARY_FILE, summary + "\n")
     curves = draw_curves(record.attempts, record.run_name, run_dir / "curves.png")
+    for done in record.attempts:
+        deliver(setting.tracked, done, get_run_logger().warning)
     log_file(setting.tracked, curves)
     log_file(setting.tracked, run_dir / SUMMARY_FILE)
     close_parent_run(setting.tracked, record)
+    # last: a run without it can be resumed
+    write_record(run_dir / "run.json", record)
     create_markdown_artifact(f"```\n{summary}\n```", key="retrain-summary", description=f"Run {record.run_name}")
     get_run_logger().info("summary:\n%s", summary)
 

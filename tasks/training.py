@@ -1,13 +1,13 @@
 """Run one attempt of the plan as a child process and log it to MLflow while it runs."""
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from tasks.attempt_files import state_step
+from tasks.attempt_log import AttemptLog
 from tasks.engines.catalog import ENGINES
 from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, RefusedInput
 from tasks.files import write_record
@@ -25,8 +25,6 @@ from tasks.records import (
     TrainingJob,
 )
 from tasks.run_folder import interrupted_outcome
-from tasks.tracking.metrics import MetricsSender
-from tasks.tracking.runs import close_attempt_run, open_attempt_run
 
 
 @task(cache_policy=NO_CACHE, task_run_name="train {attempt.name}")
@@ -43,26 +41,20 @@ def train(attempt: Attempt, setting: RunSetting, params: Params) -> FinishedAtte
     )
     write_record(attempt_dir / "attempt.json", job)
     logger.info("%s: %s", attempt.name, attempt.reason)
-    attempt_run = open_attempt_run(setting.tracked, attempt)
-    sender = MetricsSender(attempt_run, attempt_dir / "metrics.jsonl", logger.warning)
+    log = AttemptLog(setting.tracked, attempt, attempt_dir, logger.warning)
     try:
-        outcome = _run_child(job, setting.hardware, sender, logger.info)
+        outcome = _run_child(job, setting.hardware, log, logger.info)
     except BaseException:
         outcome = interrupted_outcome(job)
-        sender.finish(patience_seconds=5.0)
-        with suppress(HalfstepError):
-            close_attempt_run(attempt_run, outcome, attempt_dir)
+        log.close(outcome, patience_seconds=5.0)
         raise
     write_record(attempt_dir / "outcome.json", outcome)
-    report = sender.finish()
-    if report.message:
-        logger.warning(report.message)
-    close_attempt_run(attempt_run, outcome, attempt_dir)
+    log.close(outcome, patience_seconds=20.0)
     logger.info("%s: %s", attempt.name, describe(outcome))
     return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=attempt_dir)
 
 
-def _run_child(job: TrainingJob, hardware: Hardware, sender: MetricsSender, say: Callable[[str], None]) -> Outcome:
+def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Callable[[str], None]) -> Outcome:
     engine = ENGINES[job.attempt.engine]
     command = engine.command(job, hardware)
     first_step = state_step(job.attempt.resume_from) if job.attempt.resume_from else 0
@@ -71,11 +63,12 @@ def _run_child(job: TrainingJob, hardware: Hardware, sender: MetricsSender, say:
 
     def watch() -> None:
         progress.update()
-        sender.send()
+        log.send()
 
     ended: ProgramExit = run_program(
         command.module, command.arguments, job.attempt_dir / "train.log", environment=command.environment, on_tick=watch
     )
+    progress.update(final=True)
     return engine.outcome(job, ended, hardware, cgroup_oom_kills() - kills_before)
 
 

@@ -124,7 +124,7 @@ def test_base_answers_are_kept_and_used_again(
     for name, base_is_run in (("first", True), ("second", False)):
         setting, done = a_run(tmp_path / name, scratch_model_dir, byte_dataset_dir)
         with disable_run_logger():
-            found = evaluate.fn(setting, PARAMS, done)
+            found = evaluate.fn(setting, PARAMS, done, version(scratch_model_dir, "0.dir"))
         assert found.base.num_problems == 12 and found.p_value == 1.0 and found.base == found.tuned
         assert (tmp_path / name / "evaluation" / "base" / REQUEST_FILE).is_file() == base_is_run
     request = read_record(tmp_path / "first" / "evaluation" / "tuned" / REQUEST_FILE, EvaluationRequest)

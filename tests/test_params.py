@@ -33,6 +33,7 @@ def test_every_key_of_the_shipped_params_is_a_described_field(path: Path) -> Non
         ("training.max_step=3", ("training.max_step: unknown key", "did you mean training.max_steps?")),
         ("trainning.max_steps=3", ("trainning: unknown key",)),
         ("training.max_steps=many", ("training.max_steps", "integer", "'many'")),
+        ("training.max_steps=true", ("training: max_steps takes a number", "not true or false")),
         ("training.max_steps=0", ("training.max_steps", "greater than or equal to 1", "found 0")),
         ("training.learning_rate=.nan", ("training.learning_rate", "finite")),
         ("precision.mode=int8", ("precision.mode", "'auto', 'bf16', 'fp16' or 'fp32'", "'int8'")),
@@ -61,6 +62,7 @@ def test_a_bad_value_is_refused_with_its_path(override: str, words: tuple[str, .
         ("- a\n- b\n", "mapping of sections, found list"),
         ("", "found NoneType"),
         ("a: [1\n", "not valid YAML"),
+        ("training: {seed: 1}\ntraining: {seed: 2}\n", "key 'training' stands there twice"),
         ("!!python/name:os.system x", "not valid YAML"),
     ],
 )

@@ -45,7 +45,18 @@ OWNED_ARGUMENTS: dict[str, str] = {
 }
 # code from outside, or another way to generate: not what the plan says will run
 REFUSED_ARGUMENTS = frozenset(
-    {"trust_remote_code", "use_vllm", "use_transformers_continuous_batching", "auto_find_batch_size", "push_to_hub"}
+    {
+        "trust_remote_code",
+        "use_vllm",
+        "use_transformers_continuous_batching",
+        "auto_find_batch_size",
+        "push_to_hub",
+        "num_iterations",
+        "steps_per_generation",
+        "generation_batch_size",
+        "save_only_model",
+        "logging_strategy",
+    }
 )
 SIGKILL = -9
 

@@ -1,14 +1,10 @@
 """What every child program does first: die with its parent, take its children along, and end on SIGTERM."""
 
-import ctypes
 import os
 import signal
-import sys
 from types import FrameType
 
-from tasks.processes import PARENT_VARIABLE
-
-PR_SET_PDEATHSIG = 1
+from tasks.processes import PARENT_VARIABLE, die_with_parent
 
 
 class StopRequested(BaseException):
@@ -18,8 +14,7 @@ class StopRequested(BaseException):
 def start() -> None:
     """Tie this process to its parent: when the parent dies, SIGTERM comes, raised here as `StopRequested`."""
     signal.signal(signal.SIGTERM, _raise_stop)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     expected = os.environ.get(PARENT_VARIABLE)
     if expected is not None and os.getppid() != int(expected):
         raise SystemExit("the parent process is gone")

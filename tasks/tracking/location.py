@@ -51,6 +51,11 @@ def open_experiment(state_dir: Path) -> tuple[MlflowClient, str, str]:
     One process at a time: MLflow fails when two create a database at once.
     """
     uri, name = tracking_uri(state_dir), experiment_name()
+    if without_passwords(uri) != uri:
+        raise RefusedInput(
+            "MLFLOW_TRACKING_URI carries a user or password, which would be written down with every run; "
+            "take them out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
     with file_lock(state_dir / "mlflow.lock"), reaching(uri, f"open experiment {name!r}"):
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name(name)

@@ -1,5 +1,6 @@
 """Ctrl-C in the middle of training, and going on from what was kept."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,13 +23,14 @@ def stopped_run(flow_environment: dict[str, str]) -> FlowRun:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     home = Path(flow_environment["HALFSTEP_HOME"])
     before = set(home.glob("runs/*/1-baseline-bf16/states/checkpoint-2"))
     deadline = time.monotonic() + 180
     while set(home.glob("runs/*/1-baseline-bf16/states/checkpoint-2")) <= before and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     stdout, stderr = process.communicate(timeout=60)
     return FlowRun(process.returncode, stdout, stderr, home)
 

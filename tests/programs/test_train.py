@@ -17,7 +17,17 @@ import importlib.machinery
 find = importlib.machinery.PathFinder.find_spec
 def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in {"prefect", "mlflow", "dvc"} else find(name, path, target)
-importlib.machinery.PathFinder.find_spec = find_spec
+importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
+"""
+
+
+# autocast that does nothing, as accelerate leaves it out for fp16 on a CPU
+NO_AUTOCAST = """
+import torch
+begin = torch.amp.autocast_mode.autocast.__init__
+def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    begin(self, device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
+torch.amp.autocast_mode.autocast.__init__ = __init__
 """
 
 
@@ -40,6 +50,16 @@ def test_runs_where_prefect_mlflow_and_dvc_are_not_installed(scratch_inputs: Inp
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     outcome = train(smoke_params(), "bf16", scratch_inputs, tmp_path / "attempt", environment={"PYTHONPATH": str(tmp_path)})
     assert outcome.status == "succeeded", outcome.failure
+
+
+@pytest.mark.parametrize("label", ["bf16", "fp16"])
+def test_without_autocast_the_attempt_does_not_count(label: str, scratch_inputs: Inputs, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_AUTOCAST)
+    outcome = train(smoke_params(), label, scratch_inputs, tmp_path / "attempt", environment={"PYTHONPATH": str(tmp_path)})
+    assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert outcome.failure.error_type == "PrecisionMismatch"
+    assert "forward ran in float32" in outcome.failure.message
 
 
 def test_skipped_steps_do_not_move_the_schedule_and_end_as_diverged(scratch_inputs: Inputs, tmp_path: Path) -> None:
