@@ -1,5 +1,7 @@
 """What a person reads: the plan before the run and the summary after it. Pure text."""
 
+import textwrap
+
 from tasks.memory import MB
 from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, Hardware, MemoryLevers, PrecisionPlan, RunRecord
 
@@ -41,8 +43,8 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
     rehearsal = " (rehearsal on a CPU)" if last.attempt.rehearsal else ""
     lines = [
         f"halfstep run {record.run_name}: {record.status} in {took}",
-        f"  precision   {last.attempt.precision.label} mixed{rehearsal}, {_observed(last)}",
-        f"  because     {last.attempt.reason}",
+        f"  precision   {last.attempt.precision.label}{rehearsal}, {_observed(last)}",
+        _folded(f"  because     {last.attempt.reason}"),
         *(f"  before      {attempt_text(done)}" for done in record.attempts[:-1]),
         f"  training    {attempt_text(last)}",
     ]
@@ -59,6 +61,10 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
     lines += [f"  warning     {warning}" for warning in outcome.warnings]
     lines.append(f"  MLflow      make ui, run {record.tracking_run_id}")
     return "\n".join(lines)
+
+
+def _folded(line: str) -> str:
+    return textwrap.fill(line, width=130, subsequent_indent=" " * 14, break_long_words=False)
 
 
 def _observed(done: FinishedAttempt) -> str:

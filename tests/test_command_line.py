@@ -41,6 +41,8 @@ def test_a_contradiction_with_the_hardware_is_refused_by_the_plan(capsys: pytest
     assert "grad_scaler" in capsys.readouterr().err
     assert main(never, [*SMOKE, "--plan", "training.engine_args={max_steps: 3}"]) == 2
     assert "training.engine_args.max_steps: decided by training.max_steps" in capsys.readouterr().err
+    assert main(never, [*SMOKE, "--plan", "training.engine_args={top_q: 0.5}"]) == 2
+    assert "training.engine_args.top_q: trl.GRPOConfig has no such argument; nearest: top_p" in capsys.readouterr().err
 
 
 def test_plan_shows_hardware_attempts_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,12 @@ class EngineCommand(Record):
     environment: dict[str, str]
 
 
+class EngineArgsRequest(Record):
+    """Names of ``training.engine_args`` to be checked by the library that owns them."""
+
+    names: tuple[str, ...]
+
+
 class Engine(Protocol):
     """Runs attempts. It refuses what it cannot express; it never approximates."""
 

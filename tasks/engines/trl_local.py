@@ -1,16 +1,19 @@
 """TRL's GRPO on one device of this machine, as ``python -m tasks.programs.train``."""
 
 import os
+import tempfile
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from tasks.attempt_files import last_step, last_training_state
-from tasks.engines.base import EngineCommand
+from tasks.engines.base import EngineArgsRequest, EngineCommand
 from tasks.errors import RefusedInput
 from tasks.files import read_record
 from tasks.memory import Evidence, classify_shortage
 from tasks.params import Params
 from tasks.processes import ProgramExit
+from tasks.program_request import ask_program
 from tasks.records import Failure, Hardware, Outcome, TrainingJob
 
 # what the training program sets itself on trl.GRPOConfig, by the field of ours that decides it
@@ -71,6 +74,10 @@ class TrlLocal:
                 raise RefusedInput(f"training.engine_args.{name}: decided by {OWNED_ARGUMENTS[name]}; set it there and remove it here")
             if name in REFUSED_ARGUMENTS:
                 raise RefusedInput(f"training.engine_args.{name}: engine trl_local does not run this; remove it")
+        if params.training.engine_args:
+            with tempfile.TemporaryDirectory() as folder:
+                request = EngineArgsRequest(names=tuple(params.training.engine_args))
+                ask_program("tasks.programs.check_engine_args", request, Path(folder), lambda line: None)
 
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
         """Return the training program's command; of several devices it sees the first that is visible."""

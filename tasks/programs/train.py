@@ -6,8 +6,6 @@ a line a step, keeps training states under ``states/`` and the trained weights i
 """
 
 import contextlib
-import dataclasses
-import difflib
 import hashlib
 import statistics
 import sys
@@ -21,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig
 
 from tasks.attempt_files import last_training_state, state_step
-from tasks.errors import Diverged, RefusedInput
+from tasks.errors import Diverged
 from tasks.files import read_record, write_record
 from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_bytes
 from tasks.params import Params, TrainingParams
@@ -152,11 +150,6 @@ _COLUMNS = ("prompt", "question", "answer", "entry")
 
 def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, device_type: DeviceType) -> GRPOConfig:
     """Translate an attempt into TRL's configuration; every precision flag is said explicitly."""
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    for name in training.engine_args:
-        if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known, n=3)) or "none"
-            raise RefusedInput(f"training.engine_args.{name}: trl.GRPOConfig has no such argument; nearest: {near}")
     return GRPOConfig(
         **_engine_args(attempt, training),
         output_dir=str(states_dir),

@@ -36,7 +36,18 @@ def test_one_bf16_attempt_that_learned(smoke_run: FlowRun) -> None:
 
 
 def test_summary_says_what_came_out(smoke_run: FlowRun) -> None:
-    for words in ("succeeded", "bf16 mixed", "because", "reward", "accuracy", "p = ", "peak", "tokens/s", "restore", "make ui"):
+    for words in (
+        "succeeded",
+        "precision   bf16, observed in",
+        "because",
+        "reward",
+        "accuracy",
+        "p = ",
+        "peak",
+        "tokens/s",
+        "restore",
+        "make ui",
+    ):
         assert words in smoke_run.stdout, words
     assert "Traceback" not in smoke_run.stderr
     assert "left (until" in smoke_run.stderr, "no progress line with the time left"

@@ -107,13 +107,6 @@ def test_the_last_two_training_states_are_kept(scratch_inputs: Inputs, tmp_path:
     assert outcome.last_state_dir == tmp_path / "states" / "checkpoint-5"
 
 
-def test_unknown_engine_argument_is_refused_by_name(scratch_inputs: Inputs, tmp_path: Path) -> None:
-    outcome = train(smoke_params(engine_args={"top_q": 0.5}), "fp32", scratch_inputs, tmp_path)
-    assert outcome.failure is not None
-    assert outcome.failure.error_type == "RefusedInput"
-    assert "top_q" in outcome.failure.message
-
-
 def levers(micro_batch: int, accumulation: int, *, checkpointing: bool = False, rollout: int | None = None) -> MemoryLevers:
     return MemoryLevers(
         per_device_train_batch_size=micro_batch,
