@@ -8,7 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
-from prefect.logging import get_run_logger
+from prefect.logging import get_logger, get_run_logger
 
 from tasks.attempt_log import TRACKED_FILE, deliver
 from tasks.curves import draw_curves, joined_steps
@@ -30,7 +30,7 @@ from tasks.records import (
 )
 from tasks.report import summary_text
 from tasks.run_folder import tracked_run
-from tasks.tracking.runs import close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
+from tasks.tracking.runs import RunStatus, close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
 from tasks.training import failure_of
 
 SUMMARY_FILE = "summary.txt"
@@ -126,9 +126,17 @@ def _keep(setting: RunSetting, record: RunRecord) -> None:
 
 def close_as_killed(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Flow hook for a cancelled or crashed run: leave none of its MLflow runs open."""
-    close_open_runs(STATE_DIR, str(flow_run.id), "KILLED")
+    _close(flow_run, "KILLED")
 
 
 def close_as_failed(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Flow hook for a failed run: leave none of its MLflow runs open."""
-    close_open_runs(STATE_DIR, str(flow_run.id), "FAILED")
+    _close(flow_run, "FAILED")
+
+
+def _close(flow_run: FlowRun, status: RunStatus) -> None:
+    try:
+        close_open_runs(STATE_DIR, str(flow_run.id), status)
+    except HalfstepError as error:
+        # what ended the flow has been said already; this must not bury it
+        get_logger("flow_runs").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])
