@@ -17,8 +17,8 @@ from tasks.records import RunRecord, RunSetting
 from tasks.request import check_engine, resolve_params
 from tasks.resume import remaining_attempts
 from tasks.run_folder import earlier_attempts, open_run
-from tasks.run_log import close_as_failed, close_as_killed, conclude_failed, conclude_run, record_inputs, start_tracking, why_failed
-from tasks.training import train
+from tasks.run_log import close_as_failed, close_as_killed, conclude_failed, conclude_run, record_inputs, start_tracking
+from tasks.training import failure_of, train
 
 
 @flow(name="retrain", on_failure=[close_as_failed], on_crashed=[close_as_killed], on_cancellation=[close_as_killed])
@@ -62,7 +62,7 @@ def retrain(
             break
     if finished[-1].outcome.status != "succeeded":
         conclude_failed(setting, resolved, finished)
-        raise why_failed(finished)
+        raise failure_of(finished)
     checkpoint = version_checkpoint(run, finished[-1])
     evaluation = evaluate(setting, resolved, finished[-1], checkpoint)
     return conclude_run(setting, resolved, finished, evaluation, checkpoint)

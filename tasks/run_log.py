@@ -31,7 +31,6 @@ from tasks.records import (
 from tasks.report import summary_text
 from tasks.run_folder import tracked_run
 from tasks.tracking.runs import RunStatus, close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
-from tasks.training import failure_of
 
 SUMMARY_FILE = "summary.txt"
 NETWORK_RETRIES = 2
@@ -85,11 +84,6 @@ def conclude_failed(setting: RunSetting, params: Params, finished: tuple[Finishe
         get_run_logger().warning(str(error))
 
 
-def why_failed(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
-    """Return the error to raise."""
-    return failure_of(finished)
-
-
 def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> RunRecord:
     return RunRecord(
         run_name=setting.run.name,
@@ -139,4 +133,4 @@ def _close(flow_run: FlowRun, status: RunStatus) -> None:
         close_open_runs(STATE_DIR, str(flow_run.id), status)
     except HalfstepError as error:
         # what ended the flow has been said already; this must not bury it
-        get_logger("flow_runs").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])
+        get_logger("run_log").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])

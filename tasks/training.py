@@ -24,6 +24,7 @@ from tasks.records import (
     RunSetting,
     TrainingJob,
 )
+from tasks.report import attempt_text
 from tasks.run_folder import interrupted_outcome
 
 
@@ -50,8 +51,9 @@ def train(attempt: Attempt, setting: RunSetting, params: Params) -> FinishedAtte
         raise
     write_record(attempt_dir / "outcome.json", outcome)
     log.close(outcome, patience_seconds=20.0)
-    logger.info("%s: %s", attempt.name, describe(outcome))
-    return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=attempt_dir)
+    done = FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=attempt_dir)
+    logger.info("%s%s", attempt_text(done), f": {outcome.failure.message}" if outcome.failure else "")
+    return done
 
 
 def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Callable[[str], None]) -> Outcome:
@@ -70,16 +72,6 @@ def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Calla
     )
     progress.update(final=True)
     return engine.outcome(job, ended, hardware, cgroup_oom_kills() - kills_before)
-
-
-def describe(outcome: Outcome) -> str:
-    """Return one line on how an attempt ended."""
-    peak = f", peak {outcome.peak_memory_bytes / MB:.0f} MB" if outcome.peak_memory_bytes is not None else ""
-    if outcome.failure is None:
-        return f"{outcome.status} after {outcome.steps_done} of {outcome.total_steps} steps{peak}"
-    where = f" in {outcome.failure.phase}" if outcome.failure.phase else ""
-    kind = f" ({outcome.shortage} memory)" if outcome.shortage else ""
-    return f"{outcome.status}{kind}{where} after {outcome.steps_done} of {outcome.total_steps} steps{peak}: {outcome.failure.message}"
 
 
 def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
