@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.files import read_record
+from tasks.records import RunRecord
 from tests.flow_runs import ROOT
 
 PARAMETERS = ("-p", "params=params/smoke.yaml", "-p", "max_steps=2", "-p", "precision=bf16")
@@ -46,16 +48,27 @@ def worker(flow_environment: dict[str, str], tmp_path_factory: pytest.TempPathFa
         process.wait(60)
 
 
-def test_deployment_runs_to_its_end_and_trains_again(worker: dict[str, str]) -> None:
+def test_deployment_trains_again_on_the_same_inputs_and_leaves_the_tree_clean(worker: dict[str, str]) -> None:
     runs = Path(worker["HALFSTEP_HOME"]) / "runs"
-    before = set(runs.glob("*/run.json"))
+    before, tree = set(runs.glob("*/run.json")), git_status()
+    shown = ""
     for _ in range(2):
         done = prefect(worker, "deployment", "run", "retrain/on-demand", *PARAMETERS, "--watch")
         assert done.returncode == 0, done.stdout + done.stderr
-    new = set(runs.glob("*/run.json")) - before
-    assert len(new) == 2
-    assert all((path.parent / "1-baseline-bf16" / "metrics.jsonl").read_text().count("\n") == 2 for path in new)
-    assert not (ROOT / "runs" / next(iter(new)).parent.name).exists()
+        shown = done.stdout + done.stderr
+    new = sorted(set(runs.glob("*/run.json")) - before)
+    first, second = (read_record(path, RunRecord) for path in new)
+    assert [record.attempts[0].outcome.steps_done for record in (first, second)] == [2, 2]
+    assert first.dataset == second.dataset
+    assert first.base_model == second.base_model
+    assert not (new[1].parent / "evaluation" / "base").exists(), "the base model was evaluated again"
+    assert not (new[1].parent / "datasets").exists(), f"the dataset was built again: {shown}"
+    assert not (ROOT / "runs" / new[0].parent.name).exists()
+    assert git_status() == tree
+
+
+def git_status() -> str:
+    return subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(

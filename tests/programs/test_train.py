@@ -132,8 +132,8 @@ def test_each_lever_lowers_the_peak_of_training(
 
 
 def test_a_smaller_rollout_chunk_lowers_the_peak_of_the_rollout(deep_inputs: Inputs, tmp_path: Path) -> None:
-    params = smoke_params(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=48, max_completion_length=96)
-    peaks = [_peak_mb(params, levers(4, 48, rollout=chunk), deep_inputs, tmp_path / str(chunk)) for chunk in (None, 48)]
+    params = smoke_params(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=24, max_completion_length=96)
+    peaks = [_peak_mb(params, levers(4, 24, rollout=chunk), deep_inputs, tmp_path / str(chunk)) for chunk in (None, 24)]
     assert peaks[1] < 0.8 * peaks[0], peaks
 
 
