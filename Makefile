@@ -48,6 +48,6 @@ ui: install ## MLflow on http://127.0.0.1:5000
 	  --host 127.0.0.1 --port $(PORT) --workers 1 \
 	  --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$${HALFSTEP_HOME:-$(CURDIR)}/state/mlflow.db}"
 
-clean: ## remove .venv, caches and run folders; never state/ (checkpoints, MLflow)
-	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv and caches; never state/ (checkpoints, MLflow) nor runs/ (training states)
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find flows tasks tests -name __pycache__ -type d -prune -exec rm -rf {} +
