@@ -1,8 +1,8 @@
 """Answer every held-out problem greedily with one model and score the answers.
 
 Launch: ``python -m tasks.programs.evaluate REQUEST.json`` (an EvaluationRequest). Reads eval.parquet and the model's folder,
-writes ``answers.json`` (ModelAnswers) and ``result.json`` beside the request. As in training's rollout, the weights
-are a copy in the 16-bit dtype under autocast; the dtype is observed and a difference from what was asked is an error.
+writes ``answers.json`` (ModelAnswers) and ``result.json`` beside the request. As in training's rollout, the weights are cast to
+the 16-bit dtype (here autocast stays on as well); their dtype is observed and a difference from what was asked is an error.
 """
 
 import argparse
