@@ -37,11 +37,23 @@ class PrecisionParams(Section):
     """How the 16-bit precision is chosen and guarded."""
 
     mode: PrecisionMode = Field("auto", description="auto decides by hardware; a named mode is done or refused, never swapped")
+    objective: Literal["stability", "consistency", "speed", "memory"] = Field(
+        "stability", description="what auto aims at: stability bf16 first, consistency fp16 first, speed, or memory"
+    )
     grad_scaler: Literal["auto"] | bool = Field("auto", description="auto: live in fp16, absent otherwise; a contradiction is refused")
     allow_emulated: bool = Field(False, description="let a CPU rehearse a precision that it only emulates; never on an accelerator")
     init_scale: float = Field(65536.0, gt=0, description="first loss scale of the grad scaler")
-    growth_interval: int = Field(20, ge=1, description="steps without overflow before the scale doubles; short, since RL runs are short")
+    growth_interval: int = Field(20, ge=1, description="steps without overflow before the scale grows; short, since RL runs are short")
+    growth_factor: float = Field(2.0, gt=1, description="the loss scale is multiplied by this after growth_interval good steps")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="the loss scale is multiplied by this after an overflow")
     max_consecutive_skips: int = Field(10, ge=1, description="skipped optimizer steps in a row that count as divergence")
+    lm_head_fp32: bool = Field(False, description="compute the language-model head in fp32, in training and in the rollout")
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="dtype of the weights that sample; auto: the one that training computes in"
+    )
+    on_divergence: Literal["stop", "next"] = Field(
+        "stop", description="next: go on in the next precision from the last good training state"
+    )
 
 
 class SmolLM2Params(Section):

@@ -67,6 +67,8 @@ class Precision(Record):
     mixed_precision: MixedPrecision
     weights_dtype: WeightsDtype = "float32"
     grad_scaler: bool
+    rollout_dtype: WeightsDtype | None = Field(default=None, description="of the weights that sample; null: what training computes in")
+    lm_head_fp32: bool = Field(default=False, description="the language-model head computes in fp32, in training and in the rollout")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -90,6 +92,11 @@ class Precision(Record):
         """Return the dtype in which matrix products run."""
         return AUTOCAST_DTYPE[self.mixed_precision]
 
+    @property
+    def sampling_dtype(self) -> WeightsDtype:
+        """Return the dtype of the weights that sample."""
+        return self.rollout_dtype or self.autocast_dtype
+
 
 class MemoryLevers(Record):
     """Settings that lower peak memory; the effective batch is the same in every attempt."""
@@ -109,7 +116,7 @@ class Attempt(Record):
     """One training process of the plan."""
 
     number: int = Field(ge=1)
-    label: Literal["baseline", "retry"]
+    label: Literal["baseline", "retry", "fallback"] = Field(description="retry answers a shortage of memory, fallback a divergence")
     precision: Precision
     levers: MemoryLevers
     engine: str
@@ -190,6 +197,14 @@ class Failure(Record):
     log_tail: str = ""
 
 
+class TrainingWarning(Record):
+    """Something that a run can live with and its reader must know."""
+
+    name: str = Field(description="such as 'clipped_completions'; a tag in MLflow")
+    step: int = Field(description="optimizer step at which it was first seen")
+    message: str
+
+
 Status = Literal["succeeded", "skipped", "out_of_memory", "diverged", "failed", "cancelled"]
 
 
@@ -211,7 +226,7 @@ class Outcome(Record):
     checkpoint_dir: Path | None = None
     last_state_dir: Path | None = Field(default=None, description="the newest whole training state, for a resume")
     failure: Failure | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[TrainingWarning, ...] = ()
 
 
 class FinishedAttempt(Record):

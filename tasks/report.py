@@ -58,7 +58,7 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
         lines.append(f"  cost        peak {outcome.peak_memory_bytes / MB:.0f} MB, {speed} (medians)")
     if record.checkpoint:
         lines.append(f"  checkpoint  {checkpoint_text(record.checkpoint)}")
-    lines += [f"  warning     {warning}" for warning in outcome.warnings]
+    lines += [f"  warning     step {item.step}, {item.name}: {item.message}" for item in outcome.warnings]
     lines.append(f"  MLflow      make ui, run {record.tracking_run_id}")
     return "\n".join(lines)
 
