@@ -11,11 +11,11 @@ from tasks.command_line import main
 from tasks.dataset import prepare_dataset
 from tasks.evaluation import evaluate
 from tasks.hardware import detect_hardware
+from tasks.next_attempt import next_attempt
 from tasks.params import PrecisionMode
-from tasks.precision import answer_shortage, decide_precision
+from tasks.precision import decide_precision
 from tasks.records import RunRecord, RunSetting
 from tasks.request import check_engine, resolve_params
-from tasks.resume import remaining_attempts
 from tasks.run_folder import earlier_attempts, open_run
 from tasks.run_log import close_as_failed, close_as_killed, conclude_failed, conclude_run, record_inputs, start_tracking
 from tasks.training import failure_of, train
@@ -55,11 +55,8 @@ def retrain(
     setting = RunSetting(run=run, tracked=tracked, hardware=hardware, plan=plan, base_model=base_model, dataset=dataset)
     record_inputs(setting, resolved)
     finished = earlier_attempts(run)
-    for attempt in remaining_attempts(plan, finished):
-        done = train(answer_shortage(attempt, finished, resolved), setting, resolved)
-        finished = (*finished, done)
-        if done.outcome.status != "out_of_memory":
-            break
+    while attempt := next_attempt(plan, finished, resolved):
+        finished = (*finished, train(attempt, setting, resolved))
     if finished[-1].outcome.status != "succeeded":
         conclude_failed(setting, resolved, finished)
         raise failure_of(finished)

@@ -8,8 +8,6 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from prefect.logging import disable_run_logger
 
@@ -66,7 +64,7 @@ def _run(flow: Callable[..., RunRecord], asked: argparse.Namespace) -> int:
         return 0
     _hush_tracebacks()
     run_in_own_session()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = flow(params=file, overrides=overrides, resume=asked.resume)
     summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
     print(record.model_dump_json(indent=2) if asked.json else f"\n{summary}", end="")
@@ -92,15 +90,10 @@ def _stopped_text() -> str:
     return f"stopped{at}; kept {kept} in runs/{folder.name}\ngo on with: python -m flows.retrain --resume {folder.name}"
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def _hush_tracebacks() -> None:
     # a message of ours says all; any other exception keeps its traceback
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logger = logging.getLogger(name)
-        logger.addFilter(_without_traceback)
+        logging.getLogger(name).addFilter(_without_traceback)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

@@ -5,12 +5,13 @@ from tasks.records import MemoryLevers
 
 
 def baseline_levers(params: Params) -> MemoryLevers:
-    """Return the levers as the params set them."""
+    """Return the levers as the params set them; auto with the objective memory starts with gradient checkpointing."""
     training = params.training
+    saves = params.precision.mode == "auto" and params.precision.objective == "memory"
     return MemoryLevers(
         per_device_train_batch_size=training.per_device_train_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
-        gradient_checkpointing=training.gradient_checkpointing,
+        gradient_checkpointing=training.gradient_checkpointing or saves,
         rollout_batch_size=training.rollout_batch_size,
     )
 

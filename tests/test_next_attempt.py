@@ -1,0 +1,180 @@
+"""What comes next after each end of an attempt, in a new run and in one that goes on."""
+
+from itertools import product
+from pathlib import Path
+
+from tasks.next_attempt import next_attempt
+from tasks.params import Params
+from tasks.precision import plan_precision
+from tasks.records import Attempt, Failure, FinishedAttempt, Outcome, PrecisionPlan
+from tests.machines import NAMES, UNUSABLE, hardware_of
+
+STATE = Path("runs/r/1-baseline-bf16/states/checkpoint-10")
+
+
+def params_with(retries: list[dict[str, object]] | None = None, rollout: int | None = None, **precision: object) -> Params:
+    memory = {} if retries is None else {"retries": retries}
+    return Params.model_validate({"precision": precision, "memory": memory, "training": {"rollout_batch_size": rollout}})
+
+
+def plan(machine: str = "cpu_epyc_9r14", params: Params | None = None) -> PrecisionPlan:
+    return plan_precision(hardware_of(machine), params or params_with(allow_emulated=True))
+
+
+def ended(attempt: Attempt, status: str, state: Path | None = None, phase: str | None = None, earlier: bool = False) -> FinishedAttempt:
+    failure = None if phase is None else Failure(phase=phase, error_type="OutOfMemoryError", message="no memory")
+    outcome = Outcome.model_validate({"status": status, "last_state_dir": state or attempt.resume_from, "failure": failure})
+    return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=Path("x"), in_earlier_start=earlier)
+
+
+def after(made: PrecisionPlan, params: Params, *ends: str) -> Attempt | None:
+    """Play the run: each attempt that comes ends as the next word of `ends` says ('rollout' is a shortage there)."""
+    finished: tuple[FinishedAttempt, ...] = ()
+    for end in ends:
+        attempt = next_attempt(made, finished, params)
+        assert attempt, end
+        status, phase = ("out_of_memory", end) if end in ("rollout", "backward") else (end, None)
+        finished = (*finished, ended(attempt, status, Path(f"states/checkpoint-{len(finished) + 1}"), phase))
+    return next_attempt(made, finished, params)
+
+
+def test_a_new_run_begins_with_the_baseline_as_planned() -> None:
+    assert next_attempt(plan(), (), params_with()) == plan().attempts[0]
+
+
+def test_a_success_and_a_failure_of_now_end_the_run() -> None:
+    for status in ("succeeded", "failed", "cancelled", "skipped", "diverged"):
+        assert after(plan(), params_with(), status) is None
+    assert after(plan(), params_with(), "backward", "succeeded") is None
+    assert after(plan(), params_with(), "backward", "backward") is None
+
+
+def test_a_shortage_elsewhere_leaves_the_rollout_alone() -> None:
+    first, second = plan("mi300x").attempts
+    for phase in ("backward", None):
+        assert next_attempt(plan("mi300x"), (ended(first, "out_of_memory", None, phase),), params_with()) == second
+
+
+def test_a_shortage_in_the_rollout_shrinks_its_chunk_and_the_attempt_goes_on_from_the_last_state() -> None:
+    planned = plan("mi300x").attempts[1]
+    retry = after(plan("mi300x"), params_with(), "rollout")
+    assert retry
+    assert retry.levers.rollout_batch_size == 16
+    assert retry.levers.effective_batch_size == 32
+    assert retry.resume_from == Path("states/checkpoint-1")
+    assert retry.reason.startswith(planned.reason)
+    assert "rollout chunk 32 -> 16" in retry.reason and "checkpoint-1" in retry.reason
+
+
+def test_several_shortages_keep_what_was_learnt_and_derive_from_the_plan() -> None:
+    params = params_with([{}, {"rollout_divisor": 4}, {"rollout_divisor": 1}], rollout=24)
+    made = plan("mi300x", params)
+    chunks = [
+        attempt.levers.rollout_batch_size
+        for ends in (["rollout"], ["rollout", "backward"], ["rollout", "backward", "rollout"])
+        if (attempt := after(made, params, *ends))
+    ]
+    assert chunks == [12, 6, 6]
+    fourth = after(made, params, "rollout", "backward", "rollout")
+    assert fourth and fourth.number == 4 and "no smaller than what failed" in fourth.reason
+
+
+def test_the_same_divisor_after_a_second_shortage_in_the_rollout_still_shrinks() -> None:
+    params = params_with([{}, {}], rollout=4)
+    made = plan("mi300x", params)
+    for ends, chunk in ((["rollout"], 2), (["rollout", "rollout"], 1)):
+        attempt = after(made, params, *ends)
+        assert attempt and attempt.levers.rollout_batch_size == chunk
+
+
+def test_a_divergence_goes_on_in_a_wider_precision_from_the_last_state() -> None:
+    params = params_with(mode="fp16", on_divergence="next")
+    made = plan("mi300x", params)
+    second, third = after(made, params, "diverged"), after(made, params, "diverged", "diverged")
+    assert second and third
+    assert (second.name, second.resume_from) == ("3-fallback-bf16", Path("states/checkpoint-1"))
+    assert "1-baseline-fp16 diverged. Goes on from the training state checkpoint-1" in second.reason
+    assert second.levers == made.attempts[0].levers
+    assert (third.name, third.resume_from) == ("4-fallback-fp32", Path("states/checkpoint-2"))
+    assert after(made, params, "diverged", "diverged", "diverged") is None
+
+
+def test_bf16_falls_back_to_fp32_and_without_bf16_so_does_fp16() -> None:
+    for machine, name in (("mi300x", "4-fallback-fp32"), ("tesla_t4", "3-fallback-fp32")):
+        params = params_with(on_divergence="next")
+        attempt = after(plan(machine, params), params, "diverged")
+        assert attempt and attempt.name == name
+
+
+def test_a_fallback_after_a_shortage_keeps_the_levers_that_fitted() -> None:
+    params = params_with(on_divergence="next")
+    fallback = after(plan("mi300x", params), params, "rollout", "diverged")
+    assert fallback and fallback.name == "3-fallback-bf16"
+    assert fallback.levers.per_device_train_batch_size == 4
+    assert fallback.levers.rollout_batch_size == 16
+    assert fallback.levers.gradient_checkpointing
+    assert "2-retry-fp16 diverged, whose levers are kept" in fallback.reason
+
+
+def test_a_fallback_that_runs_short_is_answered_by_a_retry_in_no_precision_that_diverged() -> None:
+    params = params_with([{"precision": "bf16"}, {"precision": "fp16"}], on_divergence="next")
+    retry = after(plan("mi300x", params), params, "diverged", "backward")
+    assert retry and retry.name == "3-retry-fp16"
+    only = params_with([{"precision": "bf16"}], on_divergence="next")
+    assert after(plan("mi300x", only), only, "diverged", "backward") is None
+
+
+def test_a_resumed_run_makes_again_what_was_cut_off_from_its_state_in_a_folder_of_its_own() -> None:
+    first = plan().attempts[0]
+    for status in ("cancelled", "failed"):
+        again = next_attempt(plan(), (ended(first, status, STATE, earlier=True),), params_with())
+        assert again
+        assert (again.name, again.resume_from) == ("1-baseline-bf16-resumed-1", STATE)
+        assert "not finished. Goes on from the training state checkpoint-10" in again.reason
+        assert again.levers == first.levers
+        assert next_attempt(plan(), (ended(first, status, STATE, earlier=True), ended(again, "failed")), params_with()) is None
+
+
+def test_a_resumed_run_whose_attempt_left_no_state_starts_it_anew() -> None:
+    first = plan().attempts[0]
+    again = next_attempt(plan(), (ended(first, "cancelled", earlier=True), ended(first, "failed", earlier=True)), params_with())
+    assert again and (again.name, again.resume_from) == ("1-baseline-bf16-resumed-2", None)
+    assert "Starts anew" in again.reason
+
+
+def test_a_resumed_run_goes_on_after_what_was_decided() -> None:
+    first, second = plan().attempts
+    short = ended(first, "out_of_memory", STATE, "backward", earlier=True)
+    following = next_attempt(plan(), (short,), params_with())
+    assert following and following.number == 2
+    again = next_attempt(plan(), (short, ended(following, "cancelled", earlier=True)), params_with())
+    assert again and (again.name, again.resume_from) == ("2-retry-fp16-resumed-1", STATE)
+    assert next_attempt(plan(), (short, ended(second, "out_of_memory", earlier=True)), params_with()) is None
+
+
+def test_an_interrupted_fallback_keeps_the_levers_it_had() -> None:
+    params = params_with(on_divergence="next")
+    made = plan("mi300x", params)
+    retry = after(made, params, "rollout")
+    assert retry
+    before = (ended(made.attempts[0], "out_of_memory", phase="rollout", earlier=True), ended(retry, "diverged", STATE, earlier=True))
+    fallback = next_attempt(made, before, params)
+    assert fallback
+    again = next_attempt(made, (*before, ended(fallback, "cancelled", earlier=True)), params)
+    assert again and again.name == "3-fallback-bf16-resumed-1"
+    assert (again.levers, again.resume_from) == (fallback.levers, STATE)
+
+
+def test_every_run_ends_with_names_of_its_own_and_never_again_in_a_precision_that_diverged() -> None:
+    params = params_with([{"precision": "fp16"}, {"precision": "bf16"}, {"precision": "fp32"}], allow_emulated=True, on_divergence="next")
+    for machine in sorted(set(NAMES) - UNUSABLE):
+        made = plan(machine, params)
+        for ends in product(("diverged", "out_of_memory"), repeat=len(made.attempts)):
+            finished: tuple[FinishedAttempt, ...] = ()
+            while attempt := next_attempt(made, finished, params):
+                gone = {done.attempt.precision.label for done in finished if done.outcome.status == "diverged"}
+                assert attempt.precision.label not in gone
+                assert attempt.levers.effective_batch_size == params.training.effective_batch_size
+                finished = (*finished, ended(attempt, ends[len(finished)]))
+            names = [done.attempt.name for done in finished]
+            assert len(set(names)) == len(names)

@@ -1,0 +1,58 @@
+"""The message at the end of a run in which no attempt succeeded."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted
+from tasks.params import Params
+from tasks.precision import plan_precision
+from tasks.records import Attempt, Failure, FinishedAttempt, Outcome
+from tasks.training import failure_of
+from tests.machines import hardware_of
+
+MB = 2**20
+
+
+def attempts(on_divergence: str = "next") -> tuple[Attempt, ...]:
+    return plan_precision(hardware_of("mi300x"), Params.model_validate({"precision": {"on_divergence": on_divergence}})).attempts
+
+
+def ended(attempt: Attempt, status: str, message: str, **failure: object) -> FinishedAttempt:
+    cause = Failure.model_validate({"phase": "backward", "error_type": "RuntimeError", "message": message, **failure})
+    outcome = Outcome.model_validate({"status": status, "failure": cause, "steps_done": 3, "total_steps": 9, "peak_memory_bytes": 7 * MB})
+    return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=Path("runs/r") / attempt.name)
+
+
+def short(attempt: Attempt) -> FinishedAttempt:
+    return ended(attempt, "out_of_memory", "no memory", requested_bytes=2 * MB, available_bytes=MB)
+
+
+def test_nothing_fitted_names_each_attempt_with_bytes_and_the_remedy() -> None:
+    first, retry, *_ = attempts()
+    error = failure_of((short(first), short(retry)))
+    assert isinstance(error, NothingFitted)
+    for words in ("(2 tried)", "1-baseline-bf16", "2-retry-fp16", "peak 7 MB, asked for 2.0 MB more with 1.0 MB available", "budget_mb"):
+        assert words in str(error)
+    assert str(error).endswith("The log is runs/r/2-retry-fp16/train.log.")
+
+
+def test_a_divergence_names_every_precision_it_came_in_and_what_could_still_help() -> None:
+    first, retry, bf16, fp32 = attempts()
+    stopped = failure_of((ended(attempts("stop")[0], "diverged", "the loss is nan"),))
+    assert "diverged in bf16, and" in str(stopped) and "precision.on_divergence=next" in str(stopped)
+    everywhere = failure_of((short(first), *(ended(item, "diverged", "the loss is nan") for item in (retry, bf16, fp32))))
+    for words in ("diverged in fp16 and bf16 and fp32", "1-baseline-bf16", "4-fallback-fp32", "3 of 9 steps", ": the loss is nan"):
+        assert words in str(everywhere)
+    assert "No precision mends" in str(everywhere)
+    no_room = failure_of((ended(first, "diverged", "the loss is nan"), short(fp32)))
+    assert "diverged in bf16, and" in str(no_room) and "memory.retries an entry with precision fp32" in str(no_room)
+    assert all(isinstance(error, Diverged) and error.exit_code == 4 for error in (stopped, everywhere, no_room))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_another_failure_says_that_it_is_not_retried(before: int) -> None:
+    first, retry, *_ = attempts()
+    error: HalfstepError = failure_of((*[short(first)] * before, ended(retry, "failed", "the scorer raised")))
+    assert isinstance(error, AttemptFailed)
+    assert "2-retry-fp16 failed in backward: RuntimeError: the scorer raised" in str(error)
