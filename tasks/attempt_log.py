@@ -9,9 +9,18 @@ from tasks.records import Attempt, FinishedAttempt, Outcome, TrackedRun
 from tasks.tracking.metrics import MetricsSender
 from tasks.tracking.runs import close_attempt_run, open_attempt_run
 
-TRACKED_FILE = "tracked.json"
 DELIVERED_FILE = ".delivered"
 Warn = Callable[[str], None]
+
+
+def remembered_run(folder: Path, open_run: Callable[[], TrackedRun]) -> TrackedRun:
+    """Return the MLflow run that a folder stands for: the one of an earlier start, or the one that `open_run` opens."""
+    path = folder / "tracked.json"
+    if path.is_file():
+        return read_record(path, TrackedRun)
+    tracked = open_run()
+    write_record(path, tracked)
+    return tracked
 
 
 class AttemptLog:
@@ -20,33 +29,29 @@ class AttemptLog:
     def __init__(self, parent: TrackedRun, attempt: Attempt, attempt_dir: Path, warn: Warn) -> None:
         self._attempt_dir = attempt_dir
         self._warn = warn
-        path = attempt_dir / TRACKED_FILE
+        self._sender: MetricsSender | None = None
         try:
-            self._run: TrackedRun | None = read_record(path, TrackedRun) if path.is_file() else open_attempt_run(parent, attempt)
+            run = remembered_run(attempt_dir, lambda: open_attempt_run(parent, attempt))
+            self._sender = MetricsSender(run, attempt_dir / "metrics.jsonl", warn)
         except HalfstepError as error:
-            self._run = None
             warn(f"{error}. {attempt.name} goes on; it is logged when the run concludes")
-            return
-        write_record(path, self._run)
-        self._sender = MetricsSender(self._run, attempt_dir / "metrics.jsonl", warn)
 
     def send(self) -> None:
         """Send what is new."""
-        if self._run is not None:
+        if self._sender:
             self._sender.send()
 
     def close(self, outcome: Outcome, patience_seconds: float) -> None:
         """Send the rest, trying for `patience_seconds`, and close the run; mark the folder if everything arrived."""
-        if self._run is None:
+        if not self._sender:
             return
-        report = self._sender.finish(patience_seconds)
+        missing = self._sender.finish(patience_seconds)
         try:
-            close_attempt_run(self._run, outcome, self._attempt_dir)
+            close_attempt_run(self._sender.run, outcome, self._attempt_dir)
         except HalfstepError as error:
-            self._warn(str(error))
-            return
-        if report.message:
-            self._warn(report.message)
+            missing = str(error)
+        if missing:
+            self._warn(missing)
         else:
             (self._attempt_dir / DELIVERED_FILE).touch()
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from tasks.attempt_files import read_steps
@@ -32,7 +31,6 @@ def joined_steps(finished: tuple[FinishedAttempt, ...]) -> list[dict[str, float]
 def draw_curves(finished: tuple[FinishedAttempt, ...], title: str, path: Path) -> Path:
     """Draw reward, gradient norm, step time and peak memory of every attempt to a PNG."""
     figure = Figure(figsize=(11, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True).flatten()
     for done in finished:
         steps = read_steps(done.attempt_dir)

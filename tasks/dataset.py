@@ -28,12 +28,8 @@ def prepare_dataset(params: Params, base_model: ArtifactVersion, run_dir: Path) 
     )
     counts = read_record(version.path / MANIFEST_FILE, DatasetManifest)
     get_run_logger().info(
-        "dataset: %d training and %d held-out problems; left out: %d prompts above %d tokens, %d training problems that are held out",
-        counts.num_train,
-        counts.num_eval,
-        counts.num_dropped,
-        params.dataset.max_prompt_length,
-        counts.num_held_out_in_train,
+        f"dataset: {counts.num_train} training and {counts.num_eval} held-out problems; left out: {counts.num_dropped} prompts "
+        f"above {params.dataset.max_prompt_length} tokens, {counts.num_held_out_in_train} training problems that are held out"
     )
     groups = params.training.effective_batch_size // params.training.num_generations
     if counts.num_train < groups:

@@ -13,7 +13,6 @@ from tasks.errors import HalfstepError
 from tasks.hardware import detect_hardware
 from tasks.memory import MB
 from tasks.places import HOME_DIR, PROJECT_DIR
-from tasks.records import Hardware
 
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets", "reasoning-gym", "prefect", "mlflow", "dvc", "pydantic")
 # two training states are kept while a third is written (fp32 weights and AdamW's states: 12 bytes a parameter),
@@ -23,16 +22,21 @@ NEEDED_DISK_BYTES = 135_000_000 * (3 * 12 + 2 * 4)
 
 def main() -> int:
     """Print one line a check; return 1 if any of them stops a run."""
-    checks = [_python(), *(_package(name) for name in PACKAGES), *_folders(), _disk(), _inputs(), _device()]
+    free = shutil.disk_usage(HOME_DIR).free
+    built = ", ".join(sorted(path.parent.name for path in PROJECT_DIR.glob("data/base_models/*/manifest.json")))
+    checks = [
+        (True, f"Python {sys.version.split()[0]}"),
+        *map(_package, PACKAGES),
+        *((_writable(HOME_DIR / name), f"write access to {name}/ in {HOME_DIR}") for name in ("runs", "state")),
+        (free >= NEEDED_DISK_BYTES, f"{free / MB:,.0f} MB of disk free, a SmolLM2-135M run needs {NEEDED_DISK_BYTES / MB:,.0f} MB"),
+        (True, f"base models built: {built}" if built else "no base model built yet; make data builds it"),
+        _device(),
+    ]
     for good, text in checks:
         print(("  ok    " if good else "  FAIL  ") + text)
     bad = sum(not good for good, _ in checks)
     print(f"{bad} of {len(checks)} checks failed" if bad else "all is ready: make retrain")
     return 1 if bad else 0
-
-
-def _python() -> tuple[bool, str]:
-    return sys.version_info >= (3, 11), f"Python {sys.version.split()[0]} (3.11 or newer is needed)"
 
 
 def _package(name: str) -> tuple[bool, str]:
@@ -42,37 +46,19 @@ def _package(name: str) -> tuple[bool, str]:
         return False, f"{name} is not installed; run make install"
 
 
-def _folders() -> list[tuple[bool, str]]:
-    return [(_writable(HOME_DIR / name), f"write access to {name}/ in {HOME_DIR}") for name in ("runs", "state")]
-
-
 def _writable(folder: Path) -> bool:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK)
 
 
-def _disk() -> tuple[bool, str]:
-    free = shutil.disk_usage(HOME_DIR).free
-    return free >= NEEDED_DISK_BYTES, f"{free / MB:,.0f} MB of disk free, a SmolLM2-135M run needs {NEEDED_DISK_BYTES / MB:,.0f} MB"
-
-
-def _inputs() -> tuple[bool, str]:
-    built = (PROJECT_DIR / "data" / "base_models").glob("*/manifest.json")
-    names = ", ".join(sorted(path.parent.name for path in built))
-    return True, f"base models built: {names}" if names else "no base model built yet; make data builds it"
-
-
 def _device() -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder, disable_run_logger():
         try:
-            return True, _device_text(detect_hardware.fn(Path(folder)))
+            found = detect_hardware.fn(Path(folder))
         except HalfstepError as error:
             return False, str(error)
-
-
-def _device_text(hardware: Hardware) -> str:
-    formats = f"bf16 {hardware.bf16.level} ({hardware.bf16.fact}), fp16 {hardware.fp16.level} ({hardware.fp16.fact})"
-    return f"{hardware.device_name} ({hardware.device_type}): {formats}; {hardware.memory_free_bytes / MB:,.0f} MB free"
+    formats = f"bf16 {found.bf16.level} ({found.bf16.fact}), fp16 {found.fp16.level} ({found.fp16.fact})"
+    return True, f"{found.device_name} ({found.device_type}): {formats}; {found.memory_free_bytes / MB:,.0f} MB free"
 
 
 if __name__ == "__main__":

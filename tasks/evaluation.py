@@ -131,11 +131,10 @@ def _base_answers(setting: RunSetting, params: Params, done: FinishedAttempt, wo
     if kept is not None and kept.is_file():
         try:
             answers = read_record(kept, ModelAnswers)
-        except ValidationError:
-            say(f"{kept} cannot be read and is made anew")
-        else:
             say(f"base model: answers of an earlier run with the same model, data and settings are used ({kept.name})")
             return answers
+        except ValidationError:
+            say(f"{kept} cannot be read and is made anew")
     say("evaluating the base model")
     answers = _answers(request, work_dir / "base", say)
     if kept is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from tasks.params import DatasetParams, RewardParams
-from tasks.records import DeviceType, Precision, Record
+from tasks.records import Precision, Record
 
 ANSWERS_FILE = "answers.json"
 
@@ -39,6 +39,4 @@ class ModelAnswers(Record):
     answers: tuple[ScoredAnswer, ...] = Field(min_length=1)
     weights_dtype: str = Field(description="of the copy that generated")
     observed_dtypes: tuple[str, ...] = Field(description="outputs of linear layers, as seen")
-    device_type: DeviceType
     num_tokens: int = Field(description="prompt and completion tokens, padding excluded")
-    seconds: float = Field(description="of generation alone")

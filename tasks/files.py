@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,9 +53,13 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, waiting in turn; the kernel frees it when the process ends. Not reentrant."""
+def file_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold an exclusive lock on a file, waiting in turn after `on_wait`; the kernel frees it at the process's end. Not reentrant."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield

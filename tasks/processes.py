@@ -5,6 +5,7 @@ A child is started as ``python -m <module>`` from an argv list. Its result is th
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -19,6 +20,8 @@ from tasks.places import PROJECT_DIR
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "HALFSTEP_PARENT_PID"
+GRACE_SECONDS = 10.0
+TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,6 @@ class ProgramExit:
 
     returncode: int
     timed_out: bool
-    seconds: float
     log_tail: str
     peak_rss_bytes: int
 
@@ -41,18 +43,17 @@ def run_program(
     log_path: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    on_tick: Callable[[], None] | None = None,
+    on_tick: Callable[[], None] = lambda: None,
     tick_seconds: float = 0.5,
-    timeout_seconds: float | None = None,
-    grace_seconds: float = 10.0,
+    timeout_seconds: float = math.inf,
 ) -> ProgramExit:
     """Run ``python -m module *arguments`` to its end; both output streams go to `log_path`.
 
     `on_tick` is called about every `tick_seconds` while the child runs and once after it ended. If anything is raised
-    here (Ctrl-C, a cancel), the child's whole group gets SIGTERM, then SIGKILL after `grace_seconds`.
+    here (Ctrl-C, a cancel), the child's whole group gets SIGTERM, then SIGKILL after `GRACE_SECONDS`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    deadline = time.monotonic() + timeout_seconds
     with log_path.open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -65,33 +66,27 @@ def run_program(
         )
     timed_out = False
     try:
-        while not _ended(child, tick_seconds):
-            if on_tick:
-                on_tick()
-            if timeout_seconds is not None and time.monotonic() - started > timeout_seconds:
-                timed_out = True
-                break
+        while child.poll() is None and not timed_out:
+            _wait(child, tick_seconds)
+            on_tick()
+            timed_out = child.returncode is None and time.monotonic() > deadline
     finally:
-        stop_group(child, grace_seconds)
-    if on_tick:
-        on_tick()
-    return ProgramExit(child.returncode, timed_out, time.monotonic() - started, read_tail(log_path), _peak_child_rss_bytes())
+        _stop_group(child)
+    on_tick()
+    return ProgramExit(child.returncode, timed_out, _tail(log_path), peak_rss_bytes(resource.RUSAGE_CHILDREN))
 
 
-def _ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        child.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(seconds)
 
 
-def stop_group(child: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """End the child's process group, children that outlived their parent included, and reap the child."""
+def _stop_group(child: subprocess.Popen[bytes]) -> None:
+    # children that outlived their parent included
     try:
         if child.poll() is None:
             _signal_group(child.pid, signal.SIGTERM)
-            _ended(child, grace_seconds)
+            _wait(child, GRACE_SECONDS)
     finally:
         # a second Ctrl-C in the time of grace must not leave the group behind
         _signal_group(child.pid, signal.SIGKILL)
@@ -103,8 +98,9 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def _peak_child_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+def peak_rss_bytes(whose: int) -> int:
+    """Return the largest resident set of this process (RUSAGE_SELF) or of any child waited for (RUSAGE_CHILDREN)."""
+    peak = resource.getrusage(whose).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -135,9 +131,7 @@ def die_with_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def read_tail(path: Path, num_bytes: int = 4000) -> str:
-    """Return the end of a log, at most `num_bytes`."""
-    with path.open("rb") as stream:
-        stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - num_bytes))
+def _tail(log_path: Path) -> str:
+    with log_path.open("rb") as stream:
+        stream.seek(-min(TAIL_BYTES, log_path.stat().st_size), os.SEEK_END)
         return stream.read().decode("utf-8", errors="replace").strip()

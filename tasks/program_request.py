@@ -1,6 +1,5 @@
 """Ask a child program for a piece of work other than training: request.json in, result.json out, progress said."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,10 +34,7 @@ def ask_program(module: str, request: Record, work_dir: Path, say: Callable[[str
     result_path.unlink(missing_ok=True)
     log_path.unlink(missing_ok=True)
     write_record(work_dir / REQUEST_FILE, request)
-    # threads that wait for each other must not spin: beside another busy process that makes matrix products ten times slower
-    environment = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
-    arguments = (str((work_dir / REQUEST_FILE).resolve()),)
-    ended = run_program(module, arguments, log_path, environment=environment, on_tick=_ProgressEcho(log_path, say))
+    ended = run_program(module, (str((work_dir / REQUEST_FILE).resolve()),), log_path, on_tick=_ProgressEcho(log_path, say))
     if not result_path.is_file():
         raise ProgramFailed(
             f"python -m {module} ended with code {ended.returncode} and without a result; its log {log_path} ends so:\n{ended.log_tail}"

@@ -19,12 +19,13 @@ def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
         f"  torch       {hardware.torch_version}" + (f", driver {hardware.driver_version}" if hardware.driver_version else ""),
         *(f"  note        {note}" for note in hardware.notes),
         "plan",
-        f"  {plan.reason}",
+        _folded(f"  {plan.reason}", 2),
     ]
     for attempt in plan.attempts:
         rehearsal = ", rehearsal" if attempt.rehearsal else ""
-        lines += [f"  {attempt.name} ({levers_text(attempt.levers)}{rehearsal})", f"    {attempt.reason}"]
-    lines += [f"  not {other.precision}: {other.reason}" for other in plan.ruled_out]
+        lines.append(f"  {attempt.name} ({levers_text(attempt.levers)}{rehearsal})")
+        lines += [_folded(f"    {attempt.reason}", 4)] if attempt.reason not in plan.reason else []
+    lines += [_folded(f"  not {other.precision}: {other.reason}", 4) for other in plan.ruled_out]
     return "\n".join(lines)
 
 
@@ -63,8 +64,8 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
     return "\n".join(lines)
 
 
-def _folded(line: str) -> str:
-    return textwrap.fill(line, width=130, subsequent_indent=" " * 14, break_long_words=False)
+def _folded(line: str, indent: int = 14) -> str:
+    return textwrap.fill(line, width=130, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _observed(done: FinishedAttempt) -> str:

@@ -14,12 +14,11 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from tasks.attempt_files import last_step, last_training_state
-from tasks.attempt_log import TRACKED_FILE
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_aside, write_record
 from tasks.params import Params, parse_params
 from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
-from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrackedRun, TrainingJob
+from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
 
 PARAMS_FILE = "params.yaml"
 _HELD: list[tuple[RunFolder, BinaryIO]] = []
@@ -92,12 +91,11 @@ def run_params(folder: RunFolder) -> Params:
 def earlier_attempts(folder: RunFolder) -> tuple[FinishedAttempt, ...]:
     """Return the attempts a run has made so far, oldest first; one that left no outcome counts as cancelled."""
     paths = sorted(folder.run_dir.glob("*/attempt.json"), key=lambda path: path.stat().st_mtime_ns)
-    return tuple(_finished(path.parent) for path in paths)
-
-
-def _finished(attempt_dir: Path) -> FinishedAttempt:
-    job = read_record(attempt_dir / "attempt.json", TrainingJob)
-    return FinishedAttempt(attempt=job.attempt, outcome=interrupted_outcome(job), attempt_dir=attempt_dir)
+    jobs = [read_record(path, TrainingJob) for path in paths]
+    return tuple(
+        FinishedAttempt(attempt=job.attempt, outcome=interrupted_outcome(job), attempt_dir=job.attempt_dir, in_earlier_start=True)
+        for job in jobs
+    )
 
 
 def interrupted_outcome(job: TrainingJob) -> Outcome:
@@ -114,21 +112,12 @@ def interrupted_outcome(job: TrainingJob) -> Outcome:
     )
 
 
-def tracked_run(folder: RunFolder) -> TrackedRun | None:
-    """Return the MLflow run of an earlier start of this run."""
-    path = folder.run_dir / TRACKED_FILE
-    return read_record(path, TrackedRun) if path.is_file() else None
-
-
 def source_version() -> SourceVersion:
     """Return the git commit the code is at and whether the tree differs from it; None outside a checkout."""
-    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    return SourceVersion(git_commit=commit or None, dirty=None if status is None else bool(status))
-
-
-def _git(*arguments: str) -> str | None:
+    command = ["git", "status", "--porcelain=v2", "--branch"]
     try:
-        done = subprocess.run(["git", *arguments], cwd=PROJECT_DIR, capture_output=True, text=True, check=False, timeout=30)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        status = subprocess.run(command, cwd=PROJECT_DIR, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (FileNotFoundError, subprocess.SubprocessError):
+        return SourceVersion(git_commit=None, dirty=None)
+    commit = re.search(r"^# branch\.oid ([0-9a-f]{40,})$", status, re.MULTILINE)
+    return SourceVersion(git_commit=commit and commit[1], dirty=any(not line.startswith("#") for line in status.splitlines()))

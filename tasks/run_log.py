@@ -1,16 +1,16 @@
 """The run as MLflow and the run folder keep it: opened, concluded, and closed when the flow is cut off."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.flows import Flow
+from prefect.flows import Flow, FlowStateHook
 from prefect.logging import get_logger, get_run_logger
 
-from tasks.attempt_log import TRACKED_FILE, deliver
+from tasks.attempt_log import deliver, remembered_run
 from tasks.curves import draw_curves, joined_steps
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
@@ -29,36 +29,24 @@ from tasks.records import (
     TrackedRun,
 )
 from tasks.report import summary_text
-from tasks.run_folder import tracked_run
 from tasks.tracking.runs import RunStatus, close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
 
-SUMMARY_FILE = "summary.txt"
 NETWORK_RETRIES = 2
 
 
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
 def start_tracking(run: RunFolder, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
     """Open the run in MLflow, or open the one of an earlier start again."""
-    before = tracked_run(run)
-    if before is not None:
-        reopen_run(before, run.flow_run_id)
-        return before
-    tracked = open_parent_run(
-        run.name, STATE_DIR, params=params, hardware=hardware, plan=plan, source=run.source, flow_run_id=run.flow_run_id
-    )
-    write_record(run.run_dir / TRACKED_FILE, tracked)
+    tracked = remembered_run(run.run_dir, lambda: open_parent_run(run, STATE_DIR, params, hardware, plan))
+    reopen_run(tracked, run.flow_run_id)
     return tracked
 
 
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
 def record_inputs(setting: RunSetting, params: Params) -> None:
-    """Name the dataset of the run in MLflow."""
-    log_dataset(setting.tracked, setting.dataset, dataset_name(params))
-
-
-def dataset_name(params: Params) -> str:
-    """Return the name people know the dataset by."""
-    return params.dataset.family if params.dataset.source == "reasoning_gym" else params.dataset.source
+    """Name the dataset of the run in MLflow, as people know it."""
+    name = params.dataset.family if params.dataset.source == "reasoning_gym" else params.dataset.source
+    log_dataset(setting.tracked, setting.dataset, name)
 
 
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
@@ -102,35 +90,31 @@ def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
 
 
 def _keep(setting: RunSetting, record: RunRecord) -> None:
-    run_dir = setting.run.run_dir
-    took = duration(timedelta(seconds=(datetime.now(UTC) - datetime.fromisoformat(record.started_at)).total_seconds()))
-    summary = summary_text(record, joined_steps(record.attempts), took)
-    write_aside(run_dir / SUMMARY_FILE, summary + "\n")
-    curves = draw_curves(record.attempts, record.run_name, run_dir / "curves.png")
+    run_dir, steps = setting.run.run_dir, joined_steps(record.attempts)
+    summary = summary_text(record, steps, duration(datetime.now(UTC) - datetime.fromisoformat(record.started_at)))
+    write_aside(run_dir / "summary.txt", summary + "\n")
     for done in record.attempts:
         deliver(setting.tracked, done, get_run_logger().warning)
-    log_file(setting.tracked, curves)
-    log_file(setting.tracked, run_dir / SUMMARY_FILE)
-    close_parent_run(setting.tracked, record)
+    log_file(setting.tracked, draw_curves(record.attempts, record.run_name, run_dir / "curves.png"))
+    log_file(setting.tracked, run_dir / "summary.txt")
+    close_parent_run(setting.tracked, record, steps)
     # last: a run without it can be resumed
     write_record(run_dir / "run.json", record)
     create_markdown_artifact(f"```\n{summary}\n```", key="retrain-summary", description=f"Run {record.run_name}")
     get_run_logger().info("summary:\n%s", summary)
 
 
-def close_as_killed(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Flow hook for a cancelled or crashed run: leave none of its MLflow runs open."""
-    _close(flow_run, "KILLED")
+def _closing(status: RunStatus) -> FlowStateHook[..., Any]:
+    """Return a flow hook that leaves none of the flow run's MLflow runs open."""
+
+    def close_runs(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+        try:
+            close_open_runs(STATE_DIR, str(flow_run.id), status)
+        except HalfstepError as error:
+            # what ended the flow has been said already; this must not bury it
+            get_logger("run_log").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])
+
+    return close_runs
 
 
-def close_as_failed(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Flow hook for a failed run: leave none of its MLflow runs open."""
-    _close(flow_run, "FAILED")
-
-
-def _close(flow_run: FlowRun, status: RunStatus) -> None:
-    try:
-        close_open_runs(STATE_DIR, str(flow_run.id), status)
-    except HalfstepError as error:
-        # what ended the flow has been said already; this must not bury it
-        get_logger("run_log").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])
+close_as_failed, close_as_killed = _closing("FAILED"), _closing("KILLED")

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from tasks.attempt_log import AttemptLog, deliver
 from tasks.params import Params
 from tasks.precision import plan_precision
-from tasks.records import Attempt, FinishedAttempt, Outcome, SourceVersion, TrackedRun
+from tasks.records import Attempt, FinishedAttempt, Outcome, RunFolder, SourceVersion, TrackedRun
 from tasks.tracking.runs import open_parent_run
 from tests.machines import hardware_of
 
@@ -23,8 +23,9 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> TrackedRun:
         patch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
         hardware = hardware_of("cpu_epyc_9r14")
         source = SourceVersion(git_commit=None, dirty=None)
+        folder = RunFolder(name="log", run_dir=Path("unused"), started_at="now", flow_run_id=None, source=source)
         plan = plan_precision(hardware, Params())
-        return open_parent_run("log", tmp_path_factory.mktemp("state"), params=Params(), hardware=hardware, plan=plan, source=source)
+        return open_parent_run(folder, tmp_path_factory.mktemp("state"), Params(), hardware, plan)
 
 
 def attempt() -> Attempt:

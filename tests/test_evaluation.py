@@ -75,7 +75,7 @@ def answers(*scores: float) -> ModelAnswers:
         ScoredAnswer(question=f"question {index}", expected="7", completion=f"{score}", score=score, num_tokens=2, ended=True)
         for index, score in enumerate(scores)
     )
-    return ModelAnswers(answers=scored, weights_dtype="bfloat16", observed_dtypes=("bfloat16",), device_type="cpu", num_tokens=9, seconds=1)
+    return ModelAnswers(answers=scored, weights_dtype="bfloat16", observed_dtypes=("bfloat16",), num_tokens=9)
 
 
 def test_models_are_compared_problem_by_problem() -> None:

@@ -1,5 +1,7 @@
 """Base model and dataset of a run: built once by real programs, found afterwards, refused with the program's own words."""
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,15 @@ def test_inputs_are_built_once_and_a_bad_request_is_refused(tmp_path: Path, monk
         with pytest.raises(RefusedInput, match=r"36 of 36 prompts are longer than dataset.max_prompt_length = 4 tokens"):
             prepare_dataset.fn(long, base_model, tmp_path / "third")
     assert (tmp_path / "third" / "datasets" / REQUEST_FILE).is_file()
+
+
+def test_of_two_runs_that_need_the_same_new_input_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(inputs, "STORE_DIR", tmp_path / "state" / "store")
+    monkeypatch.setattr(inputs, "get_run_logger", lambda: logging.getLogger("inputs"))
+    with ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO, "inputs"):
+        versions = list(pool.map(fetch_base_model.fn, (PARAMS, PARAMS), (tmp_path / "first", tmp_path / "second")))
+    assert versions[0] == versions[1]
+    assert len(list(tmp_path.glob("*/base_models"))) == 1
+    assert sum("another run" in text or "already built" in text for text in caplog.messages) == 2

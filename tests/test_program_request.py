@@ -8,7 +8,7 @@ from tasks.errors import HalfstepError, ProgramFailed, RefusedInput
 from tasks.files import read_record
 from tasks.params import ScratchModelParams
 from tasks.program_request import REQUEST_FILE, RESULT_FILE, ProgramResult, _ProgressEcho, ask_program
-from tasks.programs.answering import answer_request, run_reported
+from tasks.programs.lifecycle import answer_request, run_reported
 from tasks.specs import BaseModelRequest
 
 

@@ -26,12 +26,9 @@ class Engine(Protocol):
 
     def check(self, hardware: Hardware, params: Params) -> None:
         """Raise RefusedInput, with the remedy, if these params cannot be done on this hardware."""
-        ...
 
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
         """Return the command that runs `job`."""
-        ...
 
     def outcome(self, job: TrainingJob, ended: ProgramExit, hardware: Hardware, cgroup_oom_kills: int) -> Outcome:
         """Return what came of it: the program's own outcome, or one made from the evidence it left."""
-        ...

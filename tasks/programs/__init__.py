@@ -1,0 +1,11 @@
+"""Child programs, run as ``python -m tasks.programs.<name>``: the only place where torch and its friends are imported.
+
+What follows is read by those libraries when they are imported, so it is set before any program imports them.
+"""
+
+import os
+
+# nothing is ever asked of a model hub, and no bar fills a log
+os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"}
+# threads that wait for each other must not spin: beside another busy process that makes matrix products ten times slower
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

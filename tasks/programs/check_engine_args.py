@@ -3,22 +3,18 @@
 Launch: ``python -m tasks.programs.check_engine_args REQUEST.json`` (an EngineArgsRequest); writes ``result.json`` beside it.
 """
 
-import dataclasses
 import difflib
-import sys
-from pathlib import Path
 
 from trl import GRPOConfig
 
 from tasks.engines.base import EngineArgsRequest
 from tasks.errors import RefusedInput
 from tasks.programs import lifecycle
-from tasks.programs.answering import answer_request
 
 
 def check_names(request: EngineArgsRequest) -> None:
     """Raise RefusedInput for a name that trl.GRPOConfig does not have, with the nearest that it has."""
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    known = GRPOConfig.__dataclass_fields__
     for name in request.names:
         if name not in known:
             near = ", ".join(difflib.get_close_matches(name, known, n=3)) or "none"
@@ -26,5 +22,4 @@ def check_names(request: EngineArgsRequest) -> None:
 
 
 if __name__ == "__main__":
-    lifecycle.start()
-    raise SystemExit(answer_request(Path(sys.argv[1]), EngineArgsRequest, check_names))
+    raise SystemExit(lifecycle.main(EngineArgsRequest, check_names, __doc__))

@@ -10,52 +10,57 @@ One quantity per device, the same for budget, measurement and (later) prediction
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from tasks.errors import RefusedInput
 from tasks.memory import MB
+from tasks.processes import peak_rss_bytes
 from tasks.records import DeviceType
 
 SAMPLE_SECONDS = 0.005
 _STATUS = Path("/proc/self/status")
 
 
-class DeviceMemory(Protocol):
-    """What training takes on one kind of device."""
+class DeviceMemory:
+    """What training takes on its device; here where no better is known (macOS, XPU, NPU): peak resident set beyond the imports."""
+
+    def __init__(self) -> None:
+        self._floor = peak_rss_bytes(resource.RUSAGE_SELF)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Let every allocation beyond `budget_bytes` fail."""
+        """Let every allocation beyond `budget_bytes` fail; refused on a platform without a limit that an allocation would meet."""
+        raise RefusedInput(
+            f"memory.budget_mb is {budget_bytes / MB:.0f}, but a budget can be held only on CUDA, ROCm and Linux CPUs; leave it null"
+        )
 
     def lift_budget(self) -> None:
-        """Take the limit away, so that a failure can be written down."""
+        """Take the limit away where writing down a failure would meet it."""
 
     def peak_bytes(self) -> int:
         """Return the highest use so far, beyond the imports."""
+        return peak_rss_bytes(resource.RUSAGE_SELF) - self._floor
 
     def available_bytes(self) -> int | None:
-        """Return what could still be allocated under the budget now; None without a budget."""
+        """Return what could still be allocated now; None where it is not known."""
+        return None
 
 
-class CudaMemory:
-    """CUDA and ROCm, through torch's caching allocator."""
+class CudaMemory(DeviceMemory):
+    """CUDA and ROCm, through torch's caching allocator: beyond the budget it raises OutOfMemoryError."""
 
-    def __init__(self) -> None:
-        self._budget: int | None = None
+    _budget: int | None = None
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Limit the allocator to `budget_bytes`; beyond it torch raises OutOfMemoryError."""
+        """Limit torch's allocator on the first device."""
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total))
         self._budget = budget_bytes
 
-    def lift_budget(self) -> None:
-        """Do nothing: writing down a failure takes no device memory."""
-
     def peak_bytes(self) -> int:
-        """Return the highest reserved memory over the devices, in bytes."""
+        """Return the highest reserved memory over the devices."""
         return max(int(torch.cuda.max_memory_reserved(index)) for index in range(torch.cuda.device_count()))
 
     def available_bytes(self) -> int | None:
@@ -65,16 +70,16 @@ class CudaMemory:
         return max(0, self._budget - int(torch.cuda.memory_reserved()))
 
 
-class LinuxCpuMemory:
+class LinuxCpuMemory(DeviceMemory):
     """A CPU under Linux. Build it when the imports are done: its floor is the data segment at that moment."""
 
     def __init__(self) -> None:
         _start_thread_pools()
         self._peak = 0
+        self._limit: int | None = None
         sampler = threading.Thread(target=self._sample_forever, daemon=True, name="memory-sampler")
         self._floor = _data_bytes()
         sampler.start()
-        self._limit: int | None = None
 
     def set_budget(self, budget_bytes: int) -> None:
         """Limit the data segment to floor + `budget_bytes`; beyond it torch's CPU allocator raises RuntimeError."""
@@ -87,45 +92,18 @@ class LinuxCpuMemory:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def peak_bytes(self) -> int:
-        """Return the highest sampled data segment beyond the floor, in bytes."""
-        self._sample()
+        """Return the highest sampled data segment beyond the floor."""
+        self._peak = max(self._peak, _data_bytes() - self._floor)
         return self._peak
 
     def available_bytes(self) -> int | None:
         """Return what the limit leaves now; None without a budget."""
         return None if self._limit is None else max(0, self._limit - _data_bytes())
 
-    def _sample(self) -> None:
-        self._peak = max(self._peak, _data_bytes() - self._floor)
-
     def _sample_forever(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(SAMPLE_SECONDS):
-            self._sample()
-
-
-class ResidentMemory:
-    """Elsewhere (macOS, XPU, NPU): peak resident set beyond the imports; no budget can be held."""
-
-    def __init__(self) -> None:
-        self._floor = _peak_rss_bytes()
-
-    def set_budget(self, budget_bytes: int) -> None:
-        """Refuse: this platform has no limit that an allocation would meet."""
-        raise RefusedInput(
-            f"memory.budget_mb is {budget_bytes / MB:.0f}, but a budget can be held only on CUDA, ROCm and Linux CPUs; leave it null"
-        )
-
-    def lift_budget(self) -> None:
-        """Do nothing: there never is a budget."""
-
-    def peak_bytes(self) -> int:
-        """Return the growth of the peak resident set, in bytes."""
-        return _peak_rss_bytes() - self._floor
-
-    def available_bytes(self) -> int | None:
-        """Return None: not known here."""
-        return None
+        while True:
+            self.peak_bytes()
+            time.sleep(SAMPLE_SECONDS)
 
 
 def device_memory(device_type: DeviceType) -> DeviceMemory:
@@ -134,19 +112,11 @@ def device_memory(device_type: DeviceType) -> DeviceMemory:
         return CudaMemory()
     if device_type == "cpu" and sys.platform == "linux":
         return LinuxCpuMemory()
-    return ResidentMemory()
+    return DeviceMemory()
 
 
 def _data_bytes() -> int:
-    for line in _STATUS.read_bytes().splitlines():
-        if line.startswith(b"VmData:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{_STATUS} has no VmData line")
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return int(_STATUS.read_bytes().partition(b"VmData:")[2].split(maxsplit=1)[0]) * 1024
 
 
 def _start_thread_pools() -> None:

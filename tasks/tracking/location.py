@@ -12,8 +12,6 @@ from mlflow.exceptions import MlflowException
 from tasks.errors import HalfstepError, RefusedInput
 from tasks.files import file_lock
 
-DEFAULT_EXPERIMENT = "halfstep"
-
 
 def tracking_uri(state_dir: Path) -> str:
     """Return the address in use; the default is absolute, so it does not depend on the working directory."""
@@ -22,7 +20,7 @@ def tracking_uri(state_dir: Path) -> str:
 
 def experiment_name() -> str:
     """Return the experiment in use."""
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "halfstep"
 
 
 def without_passwords(text: str) -> str:
@@ -31,14 +29,14 @@ def without_passwords(text: str) -> str:
 
 
 @contextlib.contextmanager
-def reaching(uri: str, wish: str) -> Iterator[None]:
-    """Turn MLflow's failures into one message.
+def reaching(uri: str, wish: str) -> Iterator[MlflowClient]:
+    """Yield a client of the MLflow at `uri`; its failures become one message.
 
     Raises:
         HalfstepError: what was asked, what MLflow said, what to do.
     """
     try:
-        yield
+        yield MlflowClient(uri)
     except (MlflowException, OSError) as error:
         remedy = "start that server or correct MLFLOW_TRACKING_URI; unset, the file state/mlflow.db is used"
         found = f"could not {wish} in MLflow at {uri}: {str(error).strip()[:600]}; {remedy}"
@@ -56,8 +54,7 @@ def open_experiment(state_dir: Path) -> tuple[MlflowClient, str, str]:
             "MLFLOW_TRACKING_URI carries a user or password, which would be written down with every run; "
             "take them out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
-    with file_lock(state_dir / "mlflow.lock"), reaching(uri, f"open experiment {name!r}"):
-        client = MlflowClient(uri)
+    with file_lock(state_dir / "mlflow.lock"), reaching(uri, f"open experiment {name!r}") as client:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             # a server knows its own place for artifacts; for a database it would be ./mlruns of the working directory
@@ -65,7 +62,5 @@ def open_experiment(state_dir: Path) -> tuple[MlflowClient, str, str]:
             artifacts = None if served else (state_dir.resolve() / "mlartifacts").as_uri()
             return client, uri, client.create_experiment(name, artifact_location=artifacts)
     if experiment.lifecycle_stage == "deleted":
-        raise RefusedInput(
-            f"experiment {name!r} in MLflow at {without_passwords(uri)} is deleted; restore it or set MLFLOW_EXPERIMENT_NAME"
-        )
+        raise RefusedInput(f"experiment {name!r} in MLflow at {uri} is deleted; restore it or set MLFLOW_EXPERIMENT_NAME")
     return client, uri, experiment.experiment_id

@@ -9,59 +9,41 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
+from tasks.memory import MB
 from tasks.params import Params
 from tasks.records import (
     Attempt,
     DatasetVersion,
     Evaluation,
-    FinishedAttempt,
     Hardware,
     Outcome,
     PrecisionPlan,
+    RunFolder,
     RunRecord,
-    SourceVersion,
+    SampledCompletion,
     Status,
     TrackedRun,
 )
-from tasks.tracking.entities import MAX_TAG_LENGTH, fit, flatten, log_metrics, log_params, log_tags
-from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri, without_passwords
-from tasks.tracking.metrics import read_lines
+from tasks.tracking.entities import MAX_TAG_LENGTH, fit, flatten, log_params, log_values
+from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
-RUN_STATUS: dict[Status, RunStatus] = {
-    "succeeded": "FINISHED",
-    "skipped": "FAILED",
-    "out_of_memory": "FAILED",
-    "diverged": "FAILED",
-    "failed": "FAILED",
-    "cancelled": "KILLED",
-}
+# every other status is FAILED
+RUN_STATUS: dict[Status, RunStatus] = {"succeeded": "FINISHED", "cancelled": "KILLED"}
 FLOW_RUN_TAG = "prefect.flow_run_id"
 PARENT_TAG = "mlflow.parentRunId"
-MB = 2**20
 
 
-def open_parent_run(
-    run_name: str,
-    state_dir: Path,
-    *,
-    params: Params,
-    hardware: Hardware,
-    plan: PrecisionPlan,
-    source: SourceVersion,
-    flow_run_id: str | None = None,
-) -> TrackedRun:
+def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
     """Open the run of a whole flow with what was asked, found and decided.
 
     Called again for the same flow run (a retry after a network fault), it goes on with the run it had opened.
     """
-    client, uri, experiment_id = open_experiment(state_dir)
+    _, uri, experiment_id = open_experiment(state_dir)
     tags = {
-        "halfstep.run_name": run_name,
-        FLOW_RUN_TAG: flow_run_id,
-        "mlflow.source.git.commit": source.git_commit,
-        "git.commit": source.git_commit,
-        "git.dirty": source.dirty,
+        "mlflow.source.git.commit": run.source.git_commit,
+        "git.commit": run.source.git_commit,
+        "git.dirty": run.source.dirty,
         "plan.reason": plan.reason,
         "plan.attempts": ", ".join(attempt.name for attempt in plan.attempts),
         "plan.ruled_out": "; ".join(f"{other.precision}: {other.reason}" for other in plan.ruled_out) or None,
@@ -71,9 +53,9 @@ def open_parent_run(
         "hardware.memory_free_mb": hardware.memory_free_bytes // MB,
     }
     resolved = params.model_dump(mode="json")
-    with reaching(uri, f"open run {run_name!r}"):
-        same = {FLOW_RUN_TAG: flow_run_id, "halfstep.run_name": run_name} if flow_run_id else None
-        run_id = _open(client, experiment_id, run_name, tags, same)
+    with reaching(uri, f"open run {run.name!r}") as client:
+        same = {FLOW_RUN_TAG: run.flow_run_id, "halfstep.run_name": run.name}
+        run_id = _open(client, experiment_id, run.name, same, tags)
         log_params(client, run_id, flatten(resolved))
         client.log_text(run_id, hardware.model_dump_json(indent=2), "hardware.json")
         client.log_text(run_id, plan.model_dump_json(indent=2), "plan.json")
@@ -83,103 +65,88 @@ def open_parent_run(
 
 def reopen_run(run: TrackedRun, flow_run_id: str | None) -> None:
     """Set a run to RUNNING again, under the flow run that goes on with it."""
-    client = MlflowClient(run.tracking_uri)
-    with reaching(run.tracking_uri, f"open run {run.run_id} again"):
-        log_tags(client, run.run_id, {FLOW_RUN_TAG: flow_run_id})
+    with reaching(run.tracking_uri, f"open run {run.run_id} again") as client:
+        log_values(client, run.run_id, {FLOW_RUN_TAG: flow_run_id}, {})
         client.update_run(run.run_id, status="RUNNING")
 
 
 def log_file(run: TrackedRun, path: Path) -> None:
     """Log a file as an artifact of a run."""
-    with reaching(run.tracking_uri, f"log {path.name}"):
-        MlflowClient(run.tracking_uri).log_artifact(run.run_id, str(path))
+    with reaching(run.tracking_uri, f"log {path.name}") as client:
+        client.log_artifact(run.run_id, str(path))
 
 
 def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
     """Open the child run of one attempt."""
-    client = MlflowClient(parent.tracking_uri)
-    with reaching(parent.tracking_uri, f"open the run of attempt {attempt.name!r}"):
+    with reaching(parent.tracking_uri, f"open the run of attempt {attempt.name!r}") as client:
         inherited = client.get_run(parent.run_id).data.tags
-        tags = {PARENT_TAG: parent.run_id, FLOW_RUN_TAG: inherited.get(FLOW_RUN_TAG), "attempt.reason": attempt.reason}
         same = {PARENT_TAG: parent.run_id, "mlflow.runName": attempt.name}
-        run_id = _open(client, parent.experiment_id, attempt.name, tags, same)
+        tags = {FLOW_RUN_TAG: inherited.get(FLOW_RUN_TAG), "attempt.reason": attempt.reason}
+        run_id = _open(client, parent.experiment_id, attempt.name, same, tags)
         shown = attempt.model_dump(mode="json", exclude={"reason"})
         log_params(client, run_id, {**flatten(shown), "precision": attempt.precision.label})
-    return TrackedRun(tracking_uri=parent.tracking_uri, experiment_id=parent.experiment_id, run_id=run_id)
+    return parent.model_copy(update={"run_id": run_id})
 
 
 def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> None:
     """Close an attempt's run with its outcome, the precision that was observed, and its log."""
-    observed = outcome.observed
-    failure = outcome.failure
-    tags: dict[str, object] = {"outcome.status": outcome.status, "outcome.shortage": outcome.shortage}
-    if failure:
-        tags |= {"outcome.phase": failure.phase, "outcome.error_type": failure.error_type, "outcome.message": failure.message}
-    if observed:
-        for phase in ("forward", "backward", "rollout", "trainable_weights"):
-            tags[f"observed.{phase}"] = ", ".join(getattr(observed, phase))
-        tags["observed.scaler_live"] = observed.scaler_live
-    metrics = {
-        "peak_memory_mb": _megabytes(outcome.peak_memory_bytes),
-        "steps_done": outcome.steps_done,
-        "skipped_steps": outcome.skipped_steps,
-        "final_loss_scale": outcome.final_loss_scale,
-    }
-    client = MlflowClient(run.tracking_uri)
-    with reaching(run.tracking_uri, "close the run of an attempt"):
-        log_tags(client, run.run_id, tags)
+    failure = outcome.failure.model_dump(include={"phase", "error_type", "message"}) if outcome.failure else {}
+    said = outcome.model_dump(include={"status", "shortage"}) | failure
+    tags = {f"outcome.{name}": value for name, value in said.items()}
+    tags |= {f"observed.{name}": ", ".join(seen) if isinstance(seen, tuple) else seen for name, seen in outcome.observed or ()}
+    metrics = outcome.model_dump(include={"steps_done", "skipped_steps", "final_loss_scale"})
+    metrics["peak_memory_mb"] = outcome.peak_memory_bytes and outcome.peak_memory_bytes / MB
+    with reaching(run.tracking_uri, "close the run of an attempt") as client:
         # a name that the steps logged too keeps one point a step
         logged = client.get_run(run.run_id).data.metrics
-        log_metrics(client, run.run_id, {name: value for name, value in metrics.items() if logged.get(name) != value}, outcome.steps_done)
+        new = {name: value for name, value in metrics.items() if logged.get(name) != value}
+        log_values(client, run.run_id, tags, new, outcome.steps_done)
         client.log_text(run.run_id, outcome.model_dump_json(indent=2), "outcome.json")
         if (attempt_dir / "train.log").is_file():
             client.log_artifact(run.run_id, str(attempt_dir / "train.log"))
-        client.set_terminated(run.run_id, RUN_STATUS[outcome.status])
+        client.set_terminated(run.run_id, RUN_STATUS.get(outcome.status, "FAILED"))
 
 
-def log_dataset(run: TrackedRun, dataset: DatasetVersion, name: str, context: str = "training") -> None:
-    """Name the dataset a run used: searchable by its hash's first 8 digits, with the command that brings it back."""
+def log_dataset(run: TrackedRun, dataset: DatasetVersion, name: str) -> None:
+    """Name the dataset a run trains on: searchable by its hash's first 8 digits, with the command that brings it back."""
     version = dataset.version
     source = {"dvc_hash": version.dvc_hash, "location": version.location, "restore": restore_command(version.dvc_hash)}
-    counts = dataset.model_dump(include={"num_train", "num_eval", "num_dropped"})
-    entity = Dataset(
-        name, version.dvc_hash[:8], "dvc", json.dumps(source), profile=json.dumps({**counts, "size_bytes": version.size_bytes})
-    )
-    client = MlflowClient(run.tracking_uri)
-    with reaching(run.tracking_uri, "log the dataset"):
-        client.log_inputs(run.run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", context)])])
-        log_tags(client, run.run_id, {"dataset.dvc_hash": version.dvc_hash, "dataset.restore": source["restore"]})
+    profile = {**dataset.model_dump(exclude={"version"}), "size_bytes": version.size_bytes}
+    entity = Dataset(name, version.dvc_hash[:8], "dvc", json.dumps(source), profile=json.dumps(profile))
+    with reaching(run.tracking_uri, "log the dataset") as client:
+        client.log_inputs(run.run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", "training")])])
+        log_values(client, run.run_id, {"dataset.dvc_hash": version.dvc_hash, "dataset.restore": source["restore"]}, {})
 
 
-def close_parent_run(run: TrackedRun, record: RunRecord) -> None:
-    """Close the run of a whole flow: its record, its evaluation, its checkpoint, and headline figures to compare runs by."""
-    tags: dict[str, object] = {"outcome.status": record.status, "base_model.dvc_hash": record.base_model.dvc_hash}
+def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, float]]) -> None:
+    """Close the run of a whole flow: its record, its evaluation, its checkpoint, and headline figures to compare runs by.
+
+    `steps` are the metrics of each step that counts, oldest first.
+    """
+    last = record.attempts[-1]
+    tags: dict[str, object] = {
+        "outcome.status": record.status,
+        "base_model.dvc_hash": record.base_model.dvc_hash,
+        "precision.ran": last.attempt.precision.label,
+        "precision.reason": last.attempt.reason,
+    }
     if record.checkpoint:
         tags |= {
             "checkpoint.dvc_hash": record.checkpoint.dvc_hash,
             "checkpoint.size_mb": round(record.checkpoint.size_bytes / MB, 1),
             "checkpoint.restore": restore_command(record.checkpoint.dvc_hash),
         }
-    metrics: dict[str, float | None] = {}
-    if record.attempts:
-        last = record.attempts[-1]
-        tags |= {"precision.ran": last.attempt.precision.label, "precision.reason": last.attempt.reason}
-        metrics = {
-            "peak_memory_mb": _megabytes(last.outcome.peak_memory_bytes),
-            "step_time_ms": last.outcome.step_time_ms,
-            "tokens_per_second": last.outcome.tokens_per_second,
-            **_reward_ends(record.attempts),
-        }
-    client = MlflowClient(run.tracking_uri)
-    with reaching(run.tracking_uri, f"close run {record.run_name!r}"):
-        shown = record.model_copy(update={"tracking_uri": without_passwords(record.tracking_uri)})
-        client.log_text(run.run_id, shown.model_dump_json(indent=2), "run.json")
+    metrics = last.outcome.model_dump(include={"step_time_ms", "tokens_per_second"})
+    metrics["peak_memory_mb"] = last.outcome.peak_memory_bytes and last.outcome.peak_memory_bytes / MB
+    if rewards := [step["reward"] for step in steps if "reward" in step]:
+        metrics |= {"reward_first": rewards[0], "reward_last": rewards[-1]}
+    with reaching(run.tracking_uri, f"close run {record.run_name!r}") as client:
+        client.log_text(run.run_id, record.model_dump_json(indent=2), "run.json")
         if record.evaluation:
             metrics |= _evaluation_metrics(record.evaluation)
             _log_samples(client, run.run_id, record.evaluation)
-        log_metrics(client, run.run_id, metrics)
-        log_tags(client, run.run_id, tags)
-        client.set_terminated(run.run_id, RUN_STATUS[record.status])
+        log_values(client, run.run_id, tags, metrics)
+        client.set_terminated(run.run_id, RUN_STATUS.get(record.status, "FAILED"))
 
 
 def close_open_runs(state_dir: Path, flow_run_id: str, status: RunStatus) -> int:
@@ -187,8 +154,7 @@ def close_open_runs(state_dir: Path, flow_run_id: str, status: RunStatus) -> int
     uri = tracking_uri(state_dir)
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
         return 0
-    client = MlflowClient(uri)
-    with reaching(uri, f"close the runs of flow run {flow_run_id}"):
+    with reaching(uri, f"close the runs of flow run {flow_run_id}") as client:
         experiment = client.get_experiment_by_name(experiment_name())
         running = _running(client, experiment.experiment_id, {FLOW_RUN_TAG: flow_run_id}) if experiment else []
         for run_id in running:
@@ -201,31 +167,17 @@ def restore_command(dvc_hash: str) -> str:
     return f"python -m tasks.versioning restore {dvc_hash} <empty folder>"
 
 
-def _open(client: MlflowClient, experiment_id: str, name: str, tags: Mapping[str, object], same: Mapping[str, str] | None) -> str:
-    running = _running(client, experiment_id, same) if same else []
-    if running:
+def _open(client: MlflowClient, experiment_id: str, name: str, same: Mapping[str, str | None], tags: Mapping[str, object]) -> str:
+    """Return the running run that bears the tags `same`, or open one that does."""
+    if running := _running(client, experiment_id, same):
         return running[0]
-    texts = {key: fit(value, MAX_TAG_LENGTH) for key, value in tags.items() if value is not None}
+    texts = {key: fit(value, MAX_TAG_LENGTH) for key, value in {**same, **tags}.items() if value is not None}
     return str(client.create_run(experiment_id, tags=texts, run_name=name).info.run_id)
 
 
-def _running(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> list[str]:
-    wanted = " and ".join(["attributes.status = 'RUNNING'", *(f"tags.`{key}` = '{value}'" for key, value in tags.items())])
-    return [run.info.run_id for run in client.search_runs([experiment_id], wanted)]
-
-
-def _megabytes(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / MB
-
-
-def _reward_ends(attempts: tuple[FinishedAttempt, ...]) -> dict[str, float | None]:
-    rewards: dict[int, float] = {}
-    for finished in attempts:
-        lines = (line for _, line in read_lines(finished.attempt_dir / "metrics.jsonl") if line)
-        own = {line.step: line.metrics["reward"] for line in lines if "reward" in line.metrics}
-        # an attempt replaces what earlier ones did after the state it went on from
-        rewards = {step: reward for step, reward in rewards.items() if step < min(own, default=step + 1)} | own
-    return {"reward_first": rewards[min(rewards)], "reward_last": rewards[max(rewards)]} if rewards else {}
+def _running(client: MlflowClient, experiment_id: str, tags: Mapping[str, str | None]) -> list[str]:
+    wanted = ["attributes.status = 'RUNNING'", *(f"tags.`{key}` = '{value}'" for key, value in tags.items() if value is not None)]
+    return [run.info.run_id for run in client.search_runs([experiment_id], " and ".join(wanted))]
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -237,7 +189,7 @@ def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _log_samples(client: MlflowClient, run_id: str, evaluation: Evaluation) -> None:
-    rows = [sample.model_dump() for sample in evaluation.samples]
+    columns = {name: [getattr(sample, name) for sample in evaluation.samples] for name in SampledCompletion.model_fields}
     # log_table appends: a repeated close must not double the rows
-    if rows and not any(item.path == "samples.json" for item in client.list_artifacts(run_id)):
-        client.log_table(run_id, {key: [row[key] for row in rows] for key in rows[0]}, "samples.json")
+    if evaluation.samples and not any(item.path == "samples.json" for item in client.list_artifacts(run_id)):
+        client.log_table(run_id, columns, "samples.json")

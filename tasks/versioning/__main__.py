@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tasks.errors import HalfstepError
+from tasks.memory import MB
 from tasks.places import STORE_DIR
 from tasks.versioning.restore import restore_folder
 from tasks.versioning.store import list_store, verify_store
@@ -35,20 +36,18 @@ def main() -> int:
     restore.add_argument("hash", help="DVC's hash of the folder, ending in .dir")
     restore.add_argument("destination", type=Path, help="an empty or missing folder")
     arguments = parser.parse_args()
+    store = arguments.store.resolve()
+    faults: tuple[str, ...] = ()
     if arguments.command == "restore":
-        sys.stdout.write(f"restored {restore_folder(arguments.store.resolve(), arguments.hash, arguments.destination.resolve())}\n")
-        return 0
-    versions = list_store(arguments.store.resolve())
-    if not versions:
-        sys.stdout.write(f"the store {arguments.store} holds nothing yet\n")
-        return 0
-    if arguments.command == "list":
-        for version in versions:
-            label = version.location.removeprefix("store:").removesuffix(".dvc")
-            sys.stdout.write(f"{label:44} {version.dvc_hash}  {version.size_bytes / 2**20:10.1f} MB\n")
-        return 0
-    faults = verify_store(arguments.store.resolve())
-    sys.stdout.write("".join(f"{fault}\n" for fault in faults) or f"{len(versions)} stored folders, every byte as recorded\n")
+        lines = [f"restored {restore_folder(store, arguments.hash, arguments.destination.resolve())}"]
+    elif not (versions := list_store(store)):
+        lines = [f"the store {store} holds nothing yet"]
+    elif arguments.command == "list":
+        lines = [f"{'/'.join(version.path.parts[-2:]):44} {version.dvc_hash}  {version.size_bytes / MB:10.1f} MB" for version in versions]
+    else:
+        faults = verify_store(store)
+        lines = [*faults] or [f"{len(versions)} stored folders, every byte as recorded"]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 1 if faults else 0
 
 

@@ -6,15 +6,12 @@ folder. DVC itself trusts any cache file of mode 0444 without reading it, so eve
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from tasks.errors import HalfstepError, RefusedInput
 
 Manifest = dict[str, str]
 """Path inside the folder, with '/', to the file's md5."""
-
-CHUNK_BYTES = 1 << 20
 
 
 def hash_file(path: Path) -> str:
@@ -30,13 +27,11 @@ def read_folder(folder: Path) -> Manifest:
         RefusedInput: a symbolic link to a folder, which DVC would leave out without a word.
     """
     manifest: Manifest = {}
-    for root, dirs, files in os.walk(folder):
-        for name in dirs:
-            if (Path(root) / name).is_symlink():
-                raise RefusedInput(f"{Path(root) / name} is a symbolic link to a folder; DVC would leave it out: put the real folder there")
-        for name in files:
-            path = Path(root) / name
+    for path in folder.rglob("*"):
+        if not path.is_dir():
             manifest[path.relative_to(folder).as_posix()] = hash_file(path)
+        elif path.is_symlink():
+            raise RefusedInput(f"{path} is a symbolic link to a folder; DVC would leave it out: put the real folder there")
     return manifest
 
 
@@ -68,28 +63,15 @@ def read_manifest(cache_dir: Path, dvc_hash: str) -> Manifest | None:
     return {row["relpath"]: row["md5"] for row in json.loads(path.read_text(encoding="utf-8"))}
 
 
-def first_difference(found: Manifest, recorded: Manifest | None) -> str:
-    """Name the first file in which a folder differs from its record, for a message."""
+def folder_fault(folder: Path, dvc_hash: str, cache_dir: Path) -> str:
+    """Name the first file in which a folder differs from what its hash stands for; '' if none does."""
+    found = read_folder(folder)
+    if folder_hash(found) == dvc_hash:
+        return ""
+    recorded = read_manifest(cache_dir, dvc_hash)
     if recorded is None:
         return "its recorded file list is in no cache here, so the file cannot be named"
-    for relpath in sorted(found.keys() | recorded.keys()):
-        if relpath not in found:
-            return f"{relpath} is missing"
-        if relpath not in recorded:
-            return f"{relpath} was added"
-        if found[relpath] != recorded[relpath]:
-            return f"{relpath} has md5 {found[relpath]}, recorded is {recorded[relpath]}"
-    return "every file matches"
-
-
-def copy_checked(source: Path, target: Path, md5: str) -> bool:
-    """Copy a file and say whether the bytes written have this md5."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.md5(usedforsecurity=False)
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while chunk := reader.read(CHUNK_BYTES):
-            digest.update(chunk)
-            writer.write(chunk)
-        writer.flush()
-        os.fsync(writer.fileno())
-    return digest.hexdigest() == md5
+    relpath = min(name for name in found | recorded if found.get(name) != recorded.get(name))
+    if relpath not in found:
+        return f"{relpath} is missing"
+    return f"{relpath} has md5 {found[relpath]}, recorded is {recorded[relpath]}" if relpath in recorded else f"{relpath} was added"

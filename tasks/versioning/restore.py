@@ -1,8 +1,8 @@
 """Bring a folder back bit for bit from its hash alone, or not at all."""
 
-import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from dvc.exceptions import DvcException
@@ -11,7 +11,8 @@ from dvc_data.hashfile.hash_info import HashInfo
 
 from tasks.errors import HalfstepError, RefusedInput
 from tasks.places import PROJECT_DIR
-from tasks.versioning.folders import Manifest, copy_checked, object_path, read_manifest
+from tasks.records import ArtifactVersion
+from tasks.versioning.folders import Manifest, folder_fault, hash_file, object_path, read_manifest
 
 
 def cache_dir(repo_dir: Path) -> Path:
@@ -28,7 +29,7 @@ def default_remote(repo_dir: Path) -> str | None:
 
 
 def restore_folder(store_dir: Path, dvc_hash: str, destination: Path, project_dir: Path = PROJECT_DIR) -> Path:
-    """Restore a folder into an empty or missing `destination`, each file's md5 checked while it is copied.
+    """Restore a folder into an empty or missing `destination`, each file's md5 checked once it is copied.
 
     The store's cache is searched first, then the project's (outputs of ``dvc.yaml``), then their default remotes.
 
@@ -43,52 +44,43 @@ def restore_folder(store_dir: Path, dvc_hash: str, destination: Path, project_di
     if destination.is_symlink() or (destination.exists() and not (destination.is_dir() and not any(destination.iterdir()))):
         raise RefusedInput(f"cannot restore {dvc_hash} into {destination}: it is not an empty folder; name an empty or a missing one")
     cache, manifest = _locate([repo for repo in (store_dir, project_dir) if (repo / ".dvc").is_dir()], dvc_hash)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    aside = destination.with_name(f".{destination.name}.restoring-{os.getpid()}")
     try:
-        aside.mkdir()
-        for relpath, md5 in manifest.items():
-            source = object_path(cache, md5)
-            if not copy_checked(source, aside / relpath, md5):
-                raise HalfstepError(
-                    f"{relpath} of {dvc_hash} is damaged and not used: {source} does not have its own md5; nothing was restored. "
-                    "If a remote holds it, delete that cache file and restore again"
-                )
-        aside.replace(destination)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".restoring-", dir=destination.parent) as aside:
+            whole = Path(aside) / destination.name
+            whole.mkdir()
+            for relpath, md5 in manifest.items():
+                source, target = object_path(cache, md5), whole / relpath
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+                if hash_file(target) != md5:
+                    raise HalfstepError(
+                        f"{relpath} of {dvc_hash} is damaged and not used: {source} does not have its own md5; nothing was restored. "
+                        "If a remote holds it, delete that cache file and restore again"
+                    )
+            whole.replace(destination)
     except OSError as error:
         raise HalfstepError(f"could not restore {dvc_hash} into {destination}: {error}; nothing was left there") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return destination
 
 
 def _locate(repos: list[Path], dvc_hash: str) -> tuple[Path, Manifest]:
+    """Return the cache that holds every file of a folder; caches are searched before any remote is asked."""
     searched = []
-    for repo in repos:
+    remotes = [(repo, remote) for repo in repos if (remote := default_remote(repo))]
+    for repo, remote in [*((repo, None) for repo in repos), *remotes]:
+        fault = _fetch(repo, dvc_hash) if remote else ""
         cache = cache_dir(repo)
-        if not (missing := _missing(cache, dvc_hash)):
-            return cache, read_manifest(cache, dvc_hash) or {}
-        searched.append(f"{cache} {missing}")
-    for repo in repos:
-        remote = default_remote(repo)
-        if remote is None:
-            continue
-        fault = _fetch(repo, dvc_hash)
-        cache = cache_dir(repo)
-        if not (missing := _missing(cache, dvc_hash)):
-            return cache, read_manifest(cache, dvc_hash) or {}
-        searched.append(f"remote {remote!r}: {fault or missing}")
+        manifest = read_manifest(cache, dvc_hash)
+        lacking = (f"lacks {name} (md5 {md5})" for name, md5 in (manifest or {}).items() if not object_path(cache, md5).is_file())
+        missing = "does not know it" if manifest is None else next(lacking, "")
+        if manifest is not None and not missing:
+            return cache, manifest
+        searched.append(f"remote {remote!r}: {fault or missing}" if remote else f"{cache} {missing}")
     raise HalfstepError(
         f"cannot restore {dvc_hash}: {'; '.join(searched) or 'there is no DVC repository here'}. "
         "Copy the bytes back, or name the remote that holds them: `dvc remote add -d NAME URL` in the store or the project"
     )
-
-
-def _missing(cache: Path, dvc_hash: str) -> str:
-    manifest = read_manifest(cache, dvc_hash)
-    if manifest is None:
-        return "does not know it"
-    return next((f"lacks {relpath} (md5 {md5})" for relpath, md5 in manifest.items() if not object_path(cache, md5).is_file()), "")
 
 
 def _fetch(repo_dir: Path, dvc_hash: str) -> str:
@@ -101,3 +93,21 @@ def _fetch(repo_dir: Path, dvc_hash: str) -> str:
     except (DvcException, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def check_version(version: ArtifactVersion, store_dir: Path, project_dir: Path) -> ArtifactVersion:
+    """Check a folder's bytes against its recorded hash, bringing back one that is gone.
+
+    Raises:
+        HalfstepError: a file differs; it is named.
+    """
+    if not version.path.is_dir():
+        restore_folder(store_dir, version.dvc_hash, version.path, project_dir)
+    in_store = version.location.startswith("store:")
+    if fault := folder_fault(version.path, version.dvc_hash, cache_dir(store_dir if in_store else project_dir)):
+        anew = f"delete {version.path.name}.dvc beside it too" if in_store else "run `make data` after that"
+        raise HalfstepError(
+            f"{version.path} does not hold the bytes that {version.location} records ({version.dvc_hash}) and is not used: "
+            f"{fault}. Delete the folder: it comes back from the cache or a remote at its next use; to build it anew, {anew}"
+        )
+    return version

@@ -10,24 +10,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
 from tasks.errors import HalfstepError, RefusedInput
-from tasks.files import file_lock, write_aside
+from tasks.files import file_lock, folder_aside, write_aside
 from tasks.records import ArtifactVersion
-from tasks.versioning.folders import (
-    Manifest,
-    first_difference,
-    folder_hash,
-    hash_file,
-    object_path,
-    read_folder,
-    read_manifest,
-)
-from tasks.versioning.restore import cache_dir, default_remote, restore_folder
+from tasks.versioning.folders import Manifest, folder_fault, folder_hash, hash_file, object_path, read_folder, read_manifest
+from tasks.versioning.restore import cache_dir, check_version, default_remote
 
 Kind = Literal["checkpoints", "datasets", "base_models"]
 
@@ -71,14 +64,15 @@ def store_folder(store_dir: Path, folder: Path, kind: Kind, name: str) -> Artifa
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.endswith(".dvc"):
         raise RefusedInput(f"cannot store under the name {name!r}: letters, digits, '.', '_' and '-', not ending in .dvc")
     with file_lock(lock_path(store_dir)):
-        _open_store(store_dir)
-        stored = read_pointer(store_dir, kind, name)
+        config = store_dir / ".dvc" / "config"
+        if not config.is_file():
+            write_aside(config, STORE_CONFIG)
+        stored = read_pointer(store_dir / kind / f"{name}.dvc")
         if folder.is_dir():
-            version = _add(store_dir, folder, kind, name, stored)
+            version = _add(store_dir, folder, f"{kind}/{name}", stored)
         elif stored:
             # an earlier call moved it here and failed later, in the push
-            check_entry(store_dir, stored, store_dir)
-            version = stored
+            version = check_version(stored, store_dir, store_dir)
         else:
             raise RefusedInput(f"cannot store {folder} as {kind}/{name}: it is not a folder")
         if (remote := default_remote(store_dir)) is not None:
@@ -86,39 +80,21 @@ def store_folder(store_dir: Path, folder: Path, kind: Kind, name: str) -> Artifa
     return version
 
 
-def _open_store(store_dir: Path) -> None:
-    if not (store_dir / ".dvc").is_dir():
-        store_dir.mkdir(parents=True, exist_ok=True)
-        run_dvc(store_dir, "init", "--no-scm", "--quiet")
-    config = store_dir / ".dvc" / "config"
-    if not config.is_file() or "[cache]" not in config.read_text(encoding="utf-8"):
-        write_aside(config, STORE_CONFIG)
-
-
-def _add(store_dir: Path, folder: Path, kind: Kind, name: str, stored: ArtifactVersion | None) -> ArtifactVersion:
+def _add(store_dir: Path, folder: Path, label: str, stored: ArtifactVersion | None) -> ArtifactVersion:
     manifest = read_folder(folder)
-    if stored and stored.dvc_hash != folder_hash(manifest):
-        raise RefusedInput(
-            f"the store's {kind}/{name} already holds {stored.dvc_hash}, not {folder_hash(manifest)}: choose another name for {folder}"
-        )
-    entry = store_dir / kind / name
-    aside = entry.with_name(f".incoming-{name}")
+    own_hash = folder_hash(manifest)
+    if stored and stored.dvc_hash != own_hash:
+        raise RefusedInput(f"the store's {label} already holds {stored.dvc_hash}, not {own_hash}: choose another name for {folder}")
     _drop_damaged_objects(cache_dir(store_dir), manifest)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(folder, aside, copy_function=_link_or_copy)
-        if entry.exists():
-            shutil.rmtree(entry)
-        aside.replace(entry)
-    except (OSError, shutil.Error) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise HalfstepError(f"could not bring {folder} into the store as {kind}/{name}: {error}; it is whole where it was") from error
-    run_dvc(store_dir, "add", "--quiet", f"{kind}/{name}")
-    version = read_pointer(store_dir, kind, name)
-    if version is None or version.dvc_hash != folder_hash(manifest):
-        raise HalfstepError(
-            f"DVC versioned {kind}/{name} as {version and version.dvc_hash}, its bytes are {folder_hash(manifest)}; kept {folder}"
-        )
+        with folder_aside(store_dir / label) as aside:
+            shutil.copytree(folder, aside, copy_function=_link_or_copy, dirs_exist_ok=True)
+    except OSError as error:
+        raise HalfstepError(f"could not bring {folder} into the store as {label}: {error}; it is whole where it was") from error
+    run_dvc(store_dir, "add", "--quiet", label)
+    version = read_pointer(store_dir / f"{label}.dvc")
+    if version is None or version.dvc_hash != own_hash:
+        raise HalfstepError(f"DVC versioned {label} as {version and version.dvc_hash}, its bytes are {own_hash}; kept {folder}")
     shutil.rmtree(folder)
     return version
 
@@ -151,64 +127,41 @@ def _push(store_dir: Path, version: ArtifactVersion, remote: str) -> None:
         ) from error
 
 
-def read_pointer(store_dir: Path, kind: str, name: str) -> ArtifactVersion | None:
-    """Return what the store's pointer of an entry says, None without one."""
-    pointer = store_dir / kind / f"{name}.dvc"
+def read_pointer(pointer: Path) -> ArtifactVersion | None:
+    """Return what a pointer of the store says, None where there is none."""
     if not pointer.is_file():
         return None
     out = yaml.safe_load(pointer.read_text(encoding="utf-8"))["outs"][0]
-    return ArtifactVersion(
-        path=pointer.with_suffix(""), dvc_hash=out["md5"], size_bytes=out["size"], location=f"store:{kind}/{pointer.name}"
-    )
+    location = f"store:{pointer.parent.name}/{pointer.name}"
+    return ArtifactVersion(path=pointer.with_suffix(""), dvc_hash=out["md5"], size_bytes=out["size"], location=location)
 
 
 def list_store(store_dir: Path) -> tuple[ArtifactVersion, ...]:
     """Return what the store's pointers keep."""
-    found = (read_pointer(store_dir, path.parent.name, path.stem) for path in sorted(store_dir.glob("*/*.dvc")))
-    return tuple(version for version in found if version)
-
-
-def check_entry(store_dir: Path, version: ArtifactVersion, project_dir: Path) -> None:
-    """Check an entry's bytes against its pointer, bringing back a folder that is gone.
-
-    Raises:
-        HalfstepError: a file differs; it is named.
-    """
-    if not version.path.is_dir():
-        restore_folder(store_dir, version.dvc_hash, version.path, project_dir)
-    found = read_folder(version.path)
-    if folder_hash(found) != version.dvc_hash:
-        difference = first_difference(found, read_manifest(cache_dir(store_dir), version.dvc_hash))
-        raise HalfstepError(
-            f"{version.path} does not hold the bytes of {version.dvc_hash} and is not used: {difference}. Delete the folder: it comes "
-            f"back from the cache or a remote at its next use; to build it anew, delete {version.path.name}.dvc beside it too"
-        )
+    return tuple(version for pointer in sorted(store_dir.glob("*/*.dvc")) if (version := read_pointer(pointer)))
 
 
 def verify_store(store_dir: Path) -> tuple[str, ...]:
     """Read every byte the store keeps, in its cache and its folders; return one line for each fault."""
-    faults = []
     with file_lock(lock_path(store_dir)):
-        for version in list_store(store_dir):
-            label = version.location.removeprefix("store:").removesuffix(".dvc")
-            faults += [f"{label}: {fault}" for fault in _entry_faults(version, cache_dir(store_dir))]
-    return tuple(faults)
+        found = [(version, fault) for version in list_store(store_dir) for fault in _entry_faults(version, cache_dir(store_dir))]
+    return tuple(f"{'/'.join(version.path.parts[-2:])}: {fault}" for version, fault in found)
 
 
-def _entry_faults(version: ArtifactVersion, cache: Path) -> list[str]:
+def _entry_faults(version: ArtifactVersion, cache: Path) -> Iterator[str]:
     try:
         manifest = read_manifest(cache, version.dvc_hash)
     except HalfstepError as error:
-        return [str(error)]
+        yield str(error)
+        return
     if manifest is None:
-        return [f"the cache does not know {version.dvc_hash}"]
-    faults = []
+        yield f"the cache does not know {version.dvc_hash}"
+        return
     for relpath, md5 in manifest.items():
         path = object_path(cache, md5)
-        if not path.is_file():
-            faults.append(f"{relpath} is missing from the cache ({path})")
-        elif (found := hash_file(path)) != md5:
-            faults.append(f"{relpath} is damaged in the cache ({path} has md5 {found})")
-    if version.path.is_dir() and folder_hash(files := read_folder(version.path)) != version.dvc_hash:
-        faults.append(f"in the folder, {first_difference(files, manifest)}")
-    return faults
+        found = hash_file(path) if path.is_file() else None
+        if found != md5:
+            state = f"damaged in the cache ({path} has md5 {found})" if found else f"missing from the cache ({path})"
+            yield f"{relpath} is {state}"
+    if version.path.is_dir() and (fault := folder_fault(version.path, version.dvc_hash, cache)):
+        yield f"in the folder, {fault}"

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tasks.errors import HalfstepError
 from tasks.files import read_record
 from tasks.params import SmolLM2Params
-from tasks.programs.fetch_base_model import build
-from tasks.programs.pinned_model import load_smollm2
+from tasks.programs.fetch_base_model import build, load_smollm2
 from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, base_model_spec
 from tests.builds import SCRATCH, same_bytes
 

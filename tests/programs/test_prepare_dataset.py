@@ -11,10 +11,8 @@ from tasks.errors import RefusedInput
 from tasks.files import read_record
 from tasks.params import BytePromptParams, ReasoningGymParams, load_params
 from tasks.places import PROJECT_DIR
-from tasks.programs.families import draw
 from tasks.programs.prepare_dataset import build, render_prompt
-from tasks.programs.problem_sources import Drawn, draw_sets, normalised, separate
-from tasks.programs.problems import EVAL_FILE, TRAIN_FILE, Row, read_problems
+from tasks.programs.problems import EVAL_FILE, TRAIN_FILE, Drawn, Row, draw, draw_sets, normalised, read_problems, separate
 from tasks.specs import MANIFEST_FILE, DatasetManifest, DatasetRequest, dataset_spec
 from tests.builds import BYTE_PROMPTS, SCRATCH, run_module, same_bytes
 
@@ -35,7 +33,7 @@ def questions(rows: tuple[Row, ...]) -> set[str]:
 
 def test_reasoning_gym_itself_repeats_items_where_seed_ranges_overlap() -> None:
     # the trap that the distance between the two ranges is there for
-    first, second = ([entry["question"] for entry in draw(sums(), seed, 50)] for seed in (7, 17))
+    first, second = ([row.question for row in draw(sums(), seed, 50)] for seed in (7, 17))
     assert first[10:] == second[:40]
 
 

@@ -14,6 +14,7 @@ from tasks.records import (
     Precision,
     PrecisionPlan,
     RuledOut,
+    RunFolder,
     SourceVersion,
     Support,
     TrackedRun,
@@ -67,9 +68,13 @@ def plan() -> PrecisionPlan:
     )
 
 
+def run_folder(name: str, flow_run_id: str | None) -> RunFolder:
+    source = SourceVersion(git_commit="abc123", dirty=True)
+    return RunFolder(name=name, run_dir=Path("unused"), started_at="now", flow_run_id=flow_run_id, source=source)
+
+
 @pytest.fixture
 def parent(request: pytest.FixtureRequest, state_dir: Path, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
     params = Params.model_validate({"training": {"engine_args": {"note": "x" * 7000, "odd=key": [], "many": list(range(120))}}})
     name = request.node.name
-    source = SourceVersion(git_commit="abc123", dirty=True)
-    return open_parent_run(name, state_dir, params=params, hardware=hardware, plan=plan, source=source, flow_run_id=f"flow-{name}")
+    return open_parent_run(run_folder(name, f"flow-{name}"), state_dir, params, hardware, plan)

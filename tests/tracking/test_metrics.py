@@ -34,7 +34,7 @@ def history(run: TrackedRun, name: str) -> list[tuple[int, float]]:
 
 def test_grows_with_the_file_and_keeps_half_lines_back(parent: TrackedRun, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sender = MetricsSender(parent, path)
+    sender = MetricsSender(parent, path, print)
     assert sender.send() == 0
     append(path, range(1, 1201))
     assert sender.send() == 2400
@@ -43,9 +43,9 @@ def test_grows_with_the_file_and_keeps_half_lines_back(parent: TrackedRun, tmp_p
         stream.flush()
         assert sender.send() == 0
         stream.write('"metrics": {"reward": 0.5, "a=b": 2}}\nno json\n{"step": 1202')
-    report = sender.finish(patience_seconds=0)
-    assert (report.num_sent, report.num_unsent, report.num_refused_lines) == (2402, 0, 1)
-    assert "half a line" in str(report.message) and "1 lines" in str(report.message)
+    message = sender.finish(patience_seconds=0)
+    assert (sender.num_sent, len(sender.pending), sender.num_refused_lines) == (2402, 0, 1)
+    assert "half a line" in message and "1 lines" in message
     assert history(parent, "reward") == [*((step, step / 7) for step in range(1, 1201)), (1201, 0.5)]
     assert history(parent, "a_b") == [(1201, 2)]
     first = MlflowClient(parent.tracking_uri).get_metric_history(parent.run_id, "reward")[0]
@@ -55,9 +55,11 @@ def test_grows_with_the_file_and_keeps_half_lines_back(parent: TrackedRun, tmp_p
 def test_sending_a_file_again_doubles_nothing(parent: TrackedRun, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, range(600))
-    MetricsSender(parent, path).send()
+    MetricsSender(parent, path, print).send()
     append(path, range(600, 700))
-    assert MetricsSender(parent, path).finish().num_sent == 1400
+    again = MetricsSender(parent, path, print)
+    assert again.finish() == ""
+    assert again.num_sent == 1400
     assert [step for step, _ in history(parent, "loss")] == list(range(700))
 
 
@@ -66,7 +68,7 @@ def test_values_that_are_not_finite_are_visible_and_do_not_reach_the_chart(paren
     append(path, range(1, 2), grad_norm=1.5)
     append(path, range(2, 3), grad_norm=float("inf"))
     append(path, range(3, 4), grad_norm=float("nan"))
-    assert MetricsSender(parent, path).finish().message is None
+    assert MetricsSender(parent, path, print).finish() == ""
     assert history(parent, "grad_norm") == [(1, 1.5)]
     assert history(parent, "grad_norm_nonfinite") == [(2, 1), (3, 1)]
 
@@ -163,14 +165,14 @@ def test_server_that_goes_away_and_comes_back_has_every_point_once(parent: Track
         server.kill()
         append(path, range(100, 1300))
         assert sender.send() == 0
-        report = sender.finish(patience_seconds=0)
-        assert report.num_unsent == 2400 and str(path) in str(report.message)
+        message = sender.finish(patience_seconds=0)
+        assert len(sender.pending) == 2400 and str(path) in message
         server.start()
-        report = sender.finish()
+        message = sender.finish()
     finally:
         server.kill()
         gate.shutdown()
-    assert (report.num_sent, report.num_unsent, report.message) == (2600, 0, None)
+    assert (sender.num_sent, len(sender.pending), message) == (2600, 0, "")
     assert [("is away" in text, "answers again" in text) for text in told] == [(True, False), (False, True)] * 2
     assert history(parent, "reward") == [(step, step / 7) for step in range(1300)]
     assert history(parent, "loss") == sorted((step, -step) for step in range(1300))

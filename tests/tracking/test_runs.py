@@ -9,6 +9,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from tasks.curves import joined_steps
 from tasks.errors import HalfstepError
 from tasks.params import Params
 from tasks.records import (
@@ -39,6 +40,7 @@ from tasks.tracking.runs import (
     open_parent_run,
     reopen_run,
 )
+from tests.tracking.conftest import run_folder
 
 HASH = "0123456789abcdef0123456789abcdef.dir"
 VERSION = ArtifactVersion(path=Path("x"), dvc_hash=HASH, size_bytes=3 << 20, location="store:checkpoints/x.dvc")
@@ -104,12 +106,11 @@ def test_parent_run_holds_what_was_asked_found_and_decided(
 
 
 def test_a_repeated_open_goes_on_with_the_same_run(parent: TrackedRun, state_dir: Path, plan: PrecisionPlan, hardware: Hardware) -> None:
-    name = "test_a_repeated_open_goes_on_with_the_same_run"
-    again = {"params": Params(), "hardware": hardware, "plan": plan, "source": SourceVersion(git_commit=None, dirty=None)}
+    folder = run_folder("test_a_repeated_open_goes_on_with_the_same_run", "another flow run")
     assert open_attempt_run(parent, plan.attempts[0]) == open_attempt_run(parent, plan.attempts[0])
-    other = open_parent_run(name, state_dir, flow_run_id="another flow run", **again)
+    other = open_parent_run(folder, state_dir, Params(), hardware, plan)
     assert other != parent
-    assert open_parent_run(name, state_dir, flow_run_id="another flow run", **again) == other
+    assert open_parent_run(folder, state_dir, Params(), hardware, plan) == other
 
 
 def test_each_attempt_is_a_child_run_with_its_outcome(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
@@ -177,8 +178,8 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
         tracking_uri=parent.tracking_uri,
         tracking_run_id=parent.run_id,
     )
-    close_parent_run(parent, record)
-    close_parent_run(parent, record)
+    close_parent_run(parent, record, joined_steps(finished))
+    close_parent_run(parent, record, joined_steps(finished))
     run = client_of(parent).get_run(parent.run_id)
     wanted = {
         "accuracy_base": 0.25,
