@@ -33,6 +33,7 @@ OWNED_ARGUMENTS: dict[str, str] = {
     "num_generations": "training.num_generations",
     "max_completion_length": "training.max_completion_length",
     "temperature": "training.temperature",
+    "cast_lm_head_to_fp32": "precision.lm_head_fp32",
     "beta": "training.beta",
     "loss_type": "training.loss_type",
     "max_grad_norm": "training.max_grad_norm",
