@@ -5,6 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+RANGE_PROBLEM = (
+    "A range problem: fp16 ends at 65504, and no loss scale mends activations beyond it; train and sample in bf16 or fp32 "
+    "(precision.on_divergence: next does so by itself)"
+)
+
 
 class GradientScan(NamedTuple):
     """One look at the gradients before they are clipped."""

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from tasks.attempt_files import STATE_PREFIX, training_states
 from tasks.params import PrecisionParams
-from tasks.programs.gradients import GradientScan, first_non_finite_layer, scan_gradients
+from tasks.programs.gradients import RANGE_PROBLEM, GradientScan, first_non_finite_layer, scan_gradients
 from tasks.programs.mismatch import MismatchMeter, NonFiniteLogits, SamplingRecorder
 from tasks.programs.step_watch import StepWatch
 from tasks.records import Precision
@@ -132,7 +132,8 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     part, _ = super()._generate_single_turn(prompts, *args, **kwargs)
                     log_probs.extend(recorder.log_probs(part))
                 except NonFiniteLogits as error:
-                    raise NonFiniteLogits(f"{error}: {_where_not_finite(policy, prompts)}") from None
+                    remedy = RANGE_PROBLEM if self.precision.sampling_dtype == "float16" else "The weights can no longer be trusted"
+                    raise NonFiniteLogits(f"{error}: {_where_not_finite(policy, prompts)}. {remedy}") from None
                 completion_ids.extend(part)
         return completion_ids, log_probs
 

@@ -29,31 +29,28 @@ class SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._scores: torch.Tensor | None = None
+        self._log_partition = torch.empty(0)
         self._columns: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Settle the token chosen last and keep the scores (batch, vocabulary) of the next."""
         self._settle(input_ids[:, -1])
-        self._scores = scores
+        self._scores, self._log_partition = scores, (scores / self._temperature).logsumexp(dim=-1)
+        if not torch.isfinite(self._log_partition).all():
+            raise NonFiniteLogits("the rollout's logits are not finite")
         return scores
 
     def log_probs(self, completion_ids: list[list[int]]) -> list[list[float]]:
         """Return log-probabilities in nats, shaped as `completion_ids`, which generation returned."""
-        if self._scores is not None:
-            last = [ids[-1] if len(ids) > len(self._columns) else 0 for ids in completion_ids]
-            self._settle(torch.tensor(last, device=self._scores.device))
-        self._scores = None
-        rows = torch.stack(self._columns, dim=1).tolist() if self._columns else [[] for _ in completion_ids]
+        last = [ids[-1] if len(ids) > len(self._columns) else 0 for ids in completion_ids]
+        self._settle(torch.tensor(last, device=self._log_partition.device))
+        rows = torch.stack(self._columns, dim=1).tolist()
         return [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
 
     def _settle(self, chosen: torch.Tensor) -> None:
-        if self._scores is None:
-            return
-        scaled = self._scores.float() / self._temperature
-        normaliser = scaled.logsumexp(dim=-1)
-        if not torch.isfinite(normaliser).all():
-            raise NonFiniteLogits("the rollout's logits are not finite")
-        self._columns.append(scaled.gather(1, chosen[:, None])[:, 0] - normaliser)
+        if self._scores is not None:
+            self._columns.append(self._scores.gather(1, chosen[:, None])[:, 0] / self._temperature - self._log_partition)
+        self._scores = None
 
 
 class MismatchMeter:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tasks.errors import Diverged
 from tasks.memory import MB
 from tasks.programs.device_memory import DeviceMemory
+from tasks.programs.gradients import RANGE_PROBLEM
 from tasks.programs.grpo import MeteredGRPOTrainer
 from tasks.records import TrainingWarning
 
@@ -93,22 +94,14 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
 
     def _check(self, step: int, metrics: dict[str, float]) -> None:
         if self._consecutive_skips >= self._max_consecutive_skips:
+            last = self._overflows[-1][1]
             raise Diverged(
                 f"step {step}: {self._consecutive_skips} optimizer steps in a row were skipped for non-finite gradients "
                 f"(loss scale now {metrics['loss_scale']:g}); precision.max_consecutive_skips is {self._max_consecutive_skips}. "
-                f"{self._range_problem()}"
+                f"The last overflow came in the {last}. {RANGE_PROBLEM if last.startswith('forward') else ''}".rstrip()
             )
         # a skipped step left the weights as they were, however its loss came out
         watched = ["reward"] if self._consecutive_skips else ["loss", "reward", "grad_norm", "mismatch_kl"]
         for name in watched:
             if name in metrics and not math.isfinite(metrics[name]):
                 raise Diverged(f"step {step}: {name} is {metrics[name]}; the weights can no longer be trusted")
-
-    def _range_problem(self) -> str:
-        where = self._overflows[-1][1]
-        if not where.startswith("forward"):
-            return f"The first gradient that was not finite came in the {where}"
-        return (
-            f"A range problem: numbers leave fp16's range (65504) in the {where}, which no loss scale mends; "
-            "train in bf16 or fp32 (precision.on_divergence: next does so by itself)"
-        )

@@ -233,19 +233,24 @@ def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     return run.outcome(status, failure, shortage=shortage)
 
 
+def outcome_of(run: TrainingRun) -> Outcome:
+    """Run an attempt to its end, whichever that is, and describe it."""
+    try:
+        run.run()
+        return run.outcome("succeeded")
+    except lifecycle.StopRequested:
+        return run.outcome("cancelled")
+    except Exception as error:  # the outcome must say how any attempt ended
+        return _failed(run, error)
+
+
 def main() -> int:
     """Run the attempt whose folder is the only argument; the result is outcome.json."""
     lifecycle.start()
     attempt_dir = Path(sys.argv[1])
     device_type = detect_device_type()
-    run = TrainingRun(read_record(attempt_dir / "attempt.json", TrainingJob), device_type, device_memory(device_type))
-    try:
-        run.run()
-        outcome = run.outcome("succeeded")
-    except lifecycle.StopRequested:
-        outcome = run.outcome("cancelled")
-    except Exception as error:  # the outcome file must say how any attempt ended
-        outcome = _failed(run, error)
+    job = read_record(attempt_dir / "attempt.json", TrainingJob)
+    outcome = outcome_of(TrainingRun(job, device_type, device_memory(device_type)))
     write_record(attempt_dir / "outcome.json", outcome)
     if outcome.status == "cancelled":
         lifecycle.end_group()
