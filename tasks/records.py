@@ -181,7 +181,8 @@ class ObservedPrecision(Record):
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
-    rollout: tuple[str, ...]
+    rollout: tuple[str, ...] = Field(description="of the weights that sampled")
+    rollout_head: tuple[str, ...] = Field(default=(), description="of the logits that were sampled from")
     trainable_weights: tuple[str, ...]
     scaler_live: bool
 

@@ -57,12 +57,13 @@ def train(
     resume_from: Path | None = None,
     environment: dict[str, str] | None = None,
     hardware: Hardware | None = None,
+    fields: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Run one attempt as a child process and return its outcome."""
+    """Run one attempt as a child process and return its outcome; `fields` are the Precision's."""
     attempt = Attempt(
         number=1,
         label="baseline",
-        precision=precision(label),
+        precision=precision(label).model_copy(update=fields or {}),
         levers=levers or baseline_levers(params),
         engine="trl_local",
         reason="a test",
@@ -83,6 +84,6 @@ def train(
         command.arguments,
         attempt_dir / "train.log",
         environment={**os.environ, **command.environment, **(environment or {})},
-        timeout_seconds=300,
+        timeout_seconds=900,
     )
     return TrlLocal().outcome(job, ended, machine, 0)

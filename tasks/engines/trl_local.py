@@ -20,6 +20,7 @@ OWNED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("use_cpu", "dataloader_pin_memory"), "the detected hardware"),
     **dict.fromkeys(("gradient_checkpointing_kwargs", "logging_steps", "logging_nan_inf_filter"), "the training program"),
     **dict.fromkeys(("disable_tqdm", "optim"), "the training program"),
+    "cast_lm_head_to_fp32": "precision.lm_head_fp32",
     "save_strategy": "training.save_steps",
     "output_dir": "the run folder",
     "report_to": "the flow, which logs to MLflow",

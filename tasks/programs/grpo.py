@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer with a live grad scaler on every device, a 16-bit rollout, and clocks."""
+"""TRL's GRPOTrainer with a live grad scaler on every device, a rollout in a dtype of its own, clocks and meters."""
 
 import contextlib
 import copy
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LogitsProcessorList, PreTrainedModel
 from trl import GRPOTrainer
 
 from tasks.attempt_files import STATE_PREFIX, training_states
 from tasks.params import PrecisionParams
+from tasks.programs.gradients import RANGE_PROBLEM, GradientScan, first_non_finite_layer, scan_gradients
+from tasks.programs.mismatch import MismatchMeter, NonFiniteLogits, SamplingRecorder
 from tasks.programs.step_watch import StepWatch
 from tasks.records import Precision
 
@@ -40,9 +44,12 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._scaler_params = scaler_params
         self._rollout_batch_size = rollout_batch_size
         self.watch = watch
+        self.mismatch = MismatchMeter()
+        self.gradient_scan: GradientScan | None = None
+        self.forward_overflow: str | None = None
         self.model_wrapped: Any = None
         self._states_dir = states_dir
-
+        self._train_log_probs: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -60,7 +67,15 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 self.accelerator.device.type,
                 init_scale=self._scaler_params.init_scale,
                 growth_interval=self._scaler_params.growth_interval,
+                growth_factor=self._scaler_params.growth_factor,
+                backoff_factor=self._scaler_params.backoff_factor,
             )
+
+    def begin_step(self) -> None:
+        """Forget what was measured in the last optimizer step."""
+        self.watch.begin_step()
+        self.mismatch.begin_step()
+        self.gradient_scan = self.forward_overflow = None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run one micro-batch under the clocks."""
@@ -78,38 +93,72 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.watch.add_tokens(int(output["prompt_mask"].sum() + output["completion_mask"].sum()))
         return output
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss; what follows until the next phase is the backward."""
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss and the mismatch; what follows until the next phase is the backward."""
         self.watch.phase = "forward"
-        loss = super().compute_loss(*args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._train_log_probs is not None:
+            self.mismatch.add(self._train_log_probs, inputs["sampling_per_token_logps"], inputs["completion_mask"])
+        if self.forward_overflow is None and not torch.isfinite(loss):
+            token_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            with self.accelerator.autocast():
+                self.forward_overflow = first_non_finite_layer(model, input_ids=token_ids, attention_mask=mask) or "the loss itself"
         self.watch.phase = "backward"
         return loss
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], None]:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._train_log_probs = result[0].detach()
+        return result
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # before clipping, which spreads one infinite gradient over all of them
+        if self.scaler is not None:
+            self.gradient_scan = scan_gradients(model)
+        return super()._clip_grad_norm(model)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
         chunk = self._rollout_batch_size or len(prompt_ids)
         completion_ids: list[list[int]] = []
-        with self._rollout_policy():
+        log_probs: list[list[float]] = []
+        with self._rollout_policy() as policy:
             for start in range(0, len(prompt_ids), chunk):
-                part, _ = super()._generate_single_turn(prompt_ids[start : start + chunk], *args, **kwargs)
+                recorder = SamplingRecorder(self.temperature)
+                policy.generate = functools.partial(type(policy).generate, policy, logits_processor=LogitsProcessorList([recorder]))
+                prompts = prompt_ids[start : start + chunk]
+                try:
+                    part, _ = super()._generate_single_turn(prompts, *args, **kwargs)
+                    log_probs.extend(recorder.log_probs(part))
+                except NonFiniteLogits as error:
+                    remedy = RANGE_PROBLEM if self.precision.sampling_dtype == "float16" else "The weights can no longer be trusted"
+                    raise NonFiniteLogits(f"{error}: {_where_not_finite(policy, prompts)}. {remedy}") from None
                 completion_ids.extend(part)
-        return completion_ids, None
+        return completion_ids, log_probs
 
     @contextlib.contextmanager
-    def _rollout_policy(self) -> Iterator[None]:
-        # autocast would cast the fp32 weights again for every token; a 16-bit copy lives for one rollout only
-        if self.precision.mixed_precision == "no":
-            yield
-            return
+    def _rollout_policy(self) -> Iterator[PreTrainedModel]:
+        # autocast would cast the fp32 weights again for every token; a copy in the rollout's dtype lives for one rollout only
         training_model = self.model_wrapped
-        clone = half_copy(self.accelerator.unwrap_model(self.model), getattr(torch, self.precision.autocast_dtype))
-        self.model_wrapped = clone
+        policy = self.accelerator.unwrap_model(self.model)
+        copied = (self.precision.mixed_precision, self.precision.sampling_dtype) != ("no", "float32")
+        if copied:
+            self.model_wrapped = policy = cast_copy(policy, getattr(torch, self.precision.sampling_dtype))
         try:
-            yield
+            yield policy
         finally:
             self.model_wrapped = training_model
-            # modules lie in reference cycles: without this the weights would stay until the next garbage collection
-            for weight in clone.parameters():
-                weight.data = weight.data.new_empty(0)
+            policy.__dict__.pop("generate", None)
+            if copied:
+                # modules lie in reference cycles: without this the weights would stay until the next garbage collection
+                for weight in policy.parameters():
+                    weight.data = weight.data.new_empty(0)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        # a state may come from an attempt in another precision
+        if self.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: the run's record says what the checkpoint is."""
@@ -127,12 +176,23 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             shutil.rmtree(old)
 
 
-def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of `model` whose weights are cast to `dtype`; buffers keep theirs, tied weights stay tied."""
+def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a copy of `model` whose weights are cast to `dtype`; buffers keep theirs, tied weights stay tied.
+
+    A language-model head that TRL made compute in fp32 goes on doing so, on the original weights.
+    """
     memo: dict[int, Any] = {id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in model.parameters()}
     memo |= {id(weight.grad): None for weight in model.parameters() if weight.grad is not None}
     clone = copy.deepcopy(model, memo)
     # TRL and accelerate replace the instance's forward by closures over the original model; the class's own is meant
     for name in ("forward", "_original_forward"):
         clone.__dict__.pop(name, None)
+    # for an fp32 head TRL casts the embeddings' output to the dtype of the training weights
+    clone.get_input_embeddings()._forward_hooks.clear()
     return clone
+
+
+def _where_not_finite(policy: PreTrainedModel, prompts: list[list[int]]) -> str:
+    layers = (first_non_finite_layer(policy, input_ids=torch.tensor([ids], device=policy.device)) for ids in prompts)
+    layer = next((name for name in layers if name), None)
+    return f"the output of {layer} is the first that is not" if layer else "the prompts alone are, the tokens sampled after them are not"

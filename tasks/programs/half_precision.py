@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_aten = torch.ops.aten
 _PRODUCTS: frozenset[Any] = frozenset(
-    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mm.out, _aten.addmm.out, _aten.bmm.out}
 )
 
 
@@ -23,10 +24,14 @@ class _WidenedProducts(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        options = dict(kwargs or {})
         if func not in _PRODUCTS or not _is_half_on_cpu(args):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
         widened = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        return func(*widened, **(kwargs or {})).half()
+        out = options.pop("out", None)
+        if out is None:
+            return func(*widened, **options).half()
+        return out.copy_(func(*widened, **options, out=torch.empty(out.shape)))
 
 
 def _is_half_on_cpu(args: Sequence[Any]) -> bool:

@@ -5,11 +5,12 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tasks.errors import HalfstepError
 from tasks.records import ObservedPrecision, Precision
 
-ObservedPhase = Literal["forward", "backward", "rollout"]
+ObservedPhase = Literal["forward", "backward", "rollout", "rollout_head"]
 
 
 class PrecisionMismatch(HalfstepError):
@@ -26,11 +27,17 @@ class PrecisionObserver:
         # the rollout's copy of the model reports to the same observer
         return self
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         """Hook the first and last linear layer below the language-model head."""
         layers = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lm_head" not in name]
         for layer in (layers[0], layers[-1]):
             layer.register_forward_hook(self._on_forward)
+        # the training forward passes the head by: TRL multiplies its weights itself
+        model.get_output_embeddings().register_forward_hook(self._on_head)
+
+    def _on_head(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            self._seen["rollout_head"].add(_name(output))
 
     def _on_forward(self, module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor) -> None:
         if not torch.is_grad_enabled():
@@ -51,6 +58,7 @@ class PrecisionObserver:
             forward=tuple(sorted(self._seen["forward"])),
             backward=tuple(sorted(self._seen["backward"])),
             rollout=tuple(sorted(self._seen["rollout"])),
+            rollout_head=tuple(sorted(self._seen["rollout_head"])),
             trainable_weights=tuple(sorted(weights)),
             scaler_live=scaler_live,
         )
@@ -58,15 +66,24 @@ class PrecisionObserver:
 
 def check_observed(observed: ObservedPrecision, planned: Precision) -> None:
     """Raise PrecisionMismatch unless every phase ran in the planned dtype and the scaler is as planned."""
-    wanted = (planned.autocast_dtype,)
-    seen = {"forward": observed.forward, "backward": observed.backward, "rollout": observed.rollout}
-    wrong = [f"{phase} ran in {', '.join(dtypes) or 'nothing'}" for phase, dtypes in seen.items() if dtypes != wanted]
+    trains, samples = planned.autocast_dtype, planned.sampling_dtype
+    seen = {
+        "forward": (observed.forward, trains),
+        "backward": (observed.backward, trains),
+        "rollout": (observed.rollout, samples),
+        "rollout's head": (observed.rollout_head, "float32" if planned.lm_head_fp32 else samples),
+    }
+    wrong = [
+        f"{phase} ran in {', '.join(dtypes) or 'nothing'}, planned {wanted}"
+        for phase, (dtypes, wanted) in seen.items()
+        if dtypes != (wanted,)
+    ]
     if observed.trainable_weights != (planned.weights_dtype,):
         wrong.append(f"trainable weights are {', '.join(observed.trainable_weights)}, planned {planned.weights_dtype}")
     if observed.scaler_live != planned.grad_scaler:
         wrong.append(f"grad scaler is {'live' if observed.scaler_live else 'absent'}")
     if wrong:
-        raise PrecisionMismatch(f"planned {planned.label} ({wanted[0]}), but {'; '.join(wrong)}. The attempt does not count.")
+        raise PrecisionMismatch(f"planned {planned.label}, but {'; '.join(wrong)}. The attempt does not count.")
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -33,6 +33,7 @@ from tasks.programs.rewards import Scorer, load_scorer, rehearse
 from tasks.programs.step_log import StepLog
 from tasks.programs.step_watch import StepWatch
 from tasks.records import Attempt, DeviceType, Failure, Outcome, Status, TrainingJob
+from tasks.warning_signs import always, warning_signs
 
 
 class TrainingRun:
@@ -65,7 +66,8 @@ class TrainingRun:
         before = weights_digest(model)
         trainer = self._build_trainer(model)
         resume_from = self.job.attempt.resume_from
-        emulates_fp16 = self.job.attempt.precision.mixed_precision == "fp16" and self.device_type == "cpu"
+        precision = self.job.attempt.precision
+        emulates_fp16 = "float16" in (precision.autocast_dtype, precision.sampling_dtype) and self.device_type == "cpu"
         with fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         self._check_result(model, before)
@@ -104,12 +106,10 @@ class TrainingRun:
         if broken:
             raise Diverged(f"{len(broken)} weight tensors are no longer finite, the first is {broken[0]}")
         self.weights_changed = weights_digest(model) != before
-        if not self.weights_changed:
-            raise Diverged("training ended with the weights it started from; nothing was learned" + self._signal_note())
-
-    def _signal_note(self) -> str:
-        silent = bool(self.log.history) and all(line.get("frac_reward_zero_std") == 1.0 for line in self.log.history)
-        return ": in no step did the completions of a group differ in reward" if silent else ""
+        silent = always("no_signal", self.log.history) and self.first_step == 0
+        if silent or not self.weights_changed:
+            found = "in no step did the completions of a group differ in reward" if silent else "the weights are those it started from"
+            raise Diverged(f"training ended and nothing was learned: {found}")
 
     def _save(self, trainer: MeteredGRPOTrainer) -> None:
         self.watch.phase = "save"
@@ -140,7 +140,7 @@ class TrainingRun:
             checkpoint_dir=self.checkpoint_dir,
             last_state_dir=last_training_state(self.job.attempt_dir) or self.job.attempt.resume_from,
             failure=failure,
-            warnings=_warnings(self.log.history),
+            warnings=(*warning_signs(self.log.history), *self.log.overflow_warning()),
             **more,
         )
 
@@ -167,6 +167,7 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
         num_generations=training.num_generations,
         max_completion_length=training.max_completion_length,
         temperature=training.temperature,
+        cast_lm_head_to_fp32=attempt.precision.lm_head_fp32,
         beta=training.beta,
         loss_type=training.loss_type,
         max_grad_norm=training.max_grad_norm,
@@ -214,16 +215,6 @@ def _reward_function(scorer: Scorer) -> Any:
     return reward
 
 
-def _warnings(history: list[dict[str, float]]) -> tuple[str, ...]:
-    found = []
-    if history and all(line.get("completions/clipped_ratio") == 1.0 for line in history):
-        found.append("every completion of every step was cut at training.max_completion_length")
-    silent = sum(line.get("frac_reward_zero_std") == 1.0 for line in history)
-    if silent:
-        found.append(f"{silent} of {len(history)} steps had no group whose completions differed in reward: nothing to learn from")
-    return tuple(found)
-
-
 def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     names = tuple(kind.__name__ for kind in type(error).__mro__)
     available = run.memory.available_bytes()
@@ -242,19 +233,24 @@ def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     return run.outcome(status, failure, shortage=shortage)
 
 
+def outcome_of(run: TrainingRun) -> Outcome:
+    """Run an attempt to its end, whichever that is, and describe it."""
+    try:
+        run.run()
+        return run.outcome("succeeded")
+    except lifecycle.StopRequested:
+        return run.outcome("cancelled")
+    except Exception as error:  # the outcome must say how any attempt ended
+        return _failed(run, error)
+
+
 def main() -> int:
     """Run the attempt whose folder is the only argument; the result is outcome.json."""
     lifecycle.start()
     attempt_dir = Path(sys.argv[1])
     device_type = detect_device_type()
-    run = TrainingRun(read_record(attempt_dir / "attempt.json", TrainingJob), device_type, device_memory(device_type))
-    try:
-        run.run()
-        outcome = run.outcome("succeeded")
-    except lifecycle.StopRequested:
-        outcome = run.outcome("cancelled")
-    except Exception as error:  # the outcome file must say how any attempt ended
-        outcome = _failed(run, error)
+    job = read_record(attempt_dir / "attempt.json", TrainingJob)
+    outcome = outcome_of(TrainingRun(job, device_type, device_memory(device_type)))
     write_record(attempt_dir / "outcome.json", outcome)
     if outcome.status == "cancelled":
         lifecycle.end_group()

@@ -1,0 +1,86 @@
+"""Measure how far the policy that samples and the policy that trains are apart, on the sampled tokens.
+
+Both have the same weights; they differ by rounding: the rollout's dtype and KV cache against the training forward.
+Source: "Defeating the Training-Inference Mismatch via FP16" (arXiv 2510.26788); the KL estimate is Schulman's k3.
+"""
+
+import math
+
+import torch
+from transformers import LogitsProcessor
+
+from tasks.errors import Diverged
+
+
+class NonFiniteLogits(Diverged):
+    """The rollout's logits are NaN or inf, so that nothing can be sampled from them."""
+
+
+class SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
+    """Keeps the log-probability of each sampled token under the whole distribution at the sampling temperature.
+
+    Runs before top-k and the like, so that training sees the same quantity. Holds the scores of one token,
+    (batch, vocabulary) fp32, longer than generation itself does.
+
+    Raises:
+        NonFiniteLogits: before anything is sampled from NaN or inf, which on CUDA would end the process.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._scores: torch.Tensor | None = None
+        self._log_partition = torch.empty(0)
+        self._columns: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Settle the token chosen last and keep the scores (batch, vocabulary) of the next."""
+        self._settle(input_ids[:, -1])
+        self._scores, self._log_partition = scores, (scores / self._temperature).logsumexp(dim=-1)
+        if not torch.isfinite(self._log_partition).all():
+            raise NonFiniteLogits("the rollout's logits are not finite")
+        return scores
+
+    def log_probs(self, completion_ids: list[list[int]]) -> list[list[float]]:
+        """Return log-probabilities in nats, shaped as `completion_ids`, which generation returned."""
+        last = [ids[-1] if len(ids) > len(self._columns) else 0 for ids in completion_ids]
+        self._settle(torch.tensor(last, device=self._log_partition.device))
+        rows = torch.stack(self._columns, dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+
+    def _settle(self, chosen: torch.Tensor) -> None:
+        if self._scores is not None:
+            self._columns.append(self._scores.gather(1, chosen[:, None])[:, 0] / self._temperature - self._log_partition)
+        self._scores = None
+
+
+class MismatchMeter:
+    """Adds up a step's differences between trained and sampled log-probabilities."""
+
+    def __init__(self) -> None:
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step."""
+        self._count = self._kl = self._squares = self._train_squares = self._max = 0.0
+
+    def add(self, trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add log-probabilities (batch, tokens) in nats of the tokens where `mask` is 1."""
+        chosen = mask.bool()
+        log_p = trained[chosen].double()
+        difference = log_p - sampled[chosen].double()
+        if not difference.numel():
+            return
+        self._count += difference.numel()
+        self._kl += (difference.expm1() - difference).sum().item()
+        self._squares += difference.square().sum().item()
+        self._train_squares += log_p.square().sum().item()
+        # max() of Python would let a NaN pass
+        self._max = float(torch.maximum(difference.abs().max(), torch.tensor(self._max, dtype=torch.float64)).item())
+
+    def metrics(self) -> dict[str, float]:
+        """Return KL(rollout || training) and the RMS and largest difference, in nats; the RMS also relative to the log-probabilities'."""
+        if not self._count:
+            return {}
+        relative = {"mismatch_relative": math.sqrt(self._squares / self._train_squares)} if self._train_squares else {}
+        rms = math.sqrt(self._squares / self._count)
+        return {"mismatch_kl": self._kl / self._count, "mismatch_rms": rms, "mismatch_max": self._max, **relative}
