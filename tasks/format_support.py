@@ -1,11 +1,12 @@
 """Judge for each family of devices whether bf16 and fp16 are native. Pure.
 
-Native means that units for the format multiply it. Emulated means that it can be stored but is multiplied in another
-format: torch's permissive helpers call that supported, and it costs time instead of saving it.
+Native means that units for the format multiply it, and that torch uses them. Emulated means that it can be stored but is
+multiplied in another format: torch's permissive helpers call that supported, and it costs time instead of saving it.
 
-Sources: NVIDIA's CUDA C++ programming guide (arithmetic throughput by compute capability); AMD's ROCm precision support
-tables (MFMA, WMMA); huggingface/transformers pull request 40458 (Apple M1 and M2 emulate bf16); pytorch issue 196074
-(an Arc B580 denies bf16 units that it has); vllm-ascend issue 9294 and candle pull request 110 (Ascend 910A has no bf16).
+Sources: NVIDIA's CUDA C++ programming guide (arithmetic throughput by compute capability); pytorch issues 121957 and 195716
+(fp16 without tensor cores); AMD's ROCm precision support tables (MFMA, WMMA); huggingface/transformers pull request 40458
+(Apple M1 and M2 emulate bf16); pytorch issue 196074 (an Arc B580 denies bf16 units that it has); vllm-ascend issue 9294 and
+candle pull request 110 (Ascend 910A has no bf16); pytorch pull request 181367 (fp16 products that oneDNN does not take).
 """
 
 import re
@@ -14,11 +15,14 @@ from typing import NamedTuple
 from tasks.machine_facts import CpuFacts, DeviceFacts
 from tasks.records import FormatSupport, Support
 
-AMD_BF16_MATRIX = {"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
+AMD_MFMA = {"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
 # Turing cards that were made without tensor cores (TU116, TU117)
-NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bMX[45]50\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
-INTEL_WITH_XMX = re.compile(r"Arc.* [AB]\d{2,3}\b|Data Center GPU (Max|Flex)|Arc.* Pro")
+NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bMX[45]50\b|\bT(4|5|6|10|12|20)00\b|\bT550\b|\bCMP 30HX\b")
+INTEL_WITH_XMX = re.compile(r"Arc.* [AB]\d{2,3}\b|Arc.* 1[34]0[TV]\b|Data Center GPU (Max|Flex)|Arc.* Pro")
 ASCEND_WITH_BF16 = re.compile(r"Ascend(910B\d|910_9|950)")
+# a bf16 product takes this share of an fp32 product's time at most where bf16 is native: Apple's units do both at one rate
+# and emulate bf16 at half of it, Intel's matrix units are several times faster and emulation is about as fast as fp32
+NATIVE_TIME_SHARE = {"mps": 1.25, "xpu": 0.75}
 
 
 class Formats(NamedTuple):
@@ -49,18 +53,20 @@ def apple_generation(name: str) -> int | None:
 
 
 def _cuda(device: DeviceFacts) -> Formats:
-    major, minor = capability_numbers(device)
-    where = f"compute capability {major}.{minor}"
-    if (major, minor) >= (8, 0):
+    capability = capability_numbers(device)
+    where = f"compute capability {capability[0]}.{capability[1]}"
+    if capability >= (8, 0):
         return Formats(_native(f"{where} >= 8.0: bf16 tensor cores"), _native(f"{where} >= 7.0: fp16 tensor cores"))
     bf16 = _emulated(f"{where} < 8.0: bf16 is stored but multiplied in fp32")
     if NO_TENSOR_CORES.search(device.name):
-        return Formats(bf16, _native(f"{where}: native fp16 arithmetic, but {device.name} has no tensor cores"))
-    if major >= 7:
+        slow = "cuBLAS takes about 9 times longer in fp16 than in fp32"
+        return Formats(bf16, _emulated(f"{where}, but {device.name} has no tensor cores and {slow} (pytorch issue 121957)"))
+    if capability >= (7, 0):
         return Formats(bf16, _native(f"{where} >= 7.0: fp16 tensor cores"))
-    if (major, minor) in {(5, 3), (6, 0), (6, 2)}:
-        return Formats(bf16, _native(f"{where} < 7.0: native fp16 arithmetic at twice the fp32 rate, but no tensor cores"))
-    if (major, minor) == (6, 1):
+    if capability in {(5, 3), (6, 0), (6, 2)}:
+        gain = "torch accumulates in fp32, so fp16 saves memory, not time"
+        return Formats(bf16, _native(f"{where} < 7.0: native fp16 arithmetic, but no tensor cores; {gain}"))
+    if capability == (6, 1):
         return Formats(bf16, _emulated(f"{where}: fp16 instructions at 1/64 of the fp32 rate, so fp16 is multiplied in fp32"))
     return Formats(bf16, _emulated(f"{where} < 5.3: no fp16 arithmetic, fp16 is stored but multiplied in fp32"))
 
@@ -68,12 +74,13 @@ def _cuda(device: DeviceFacts) -> Formats:
 def _rocm(gfx: str) -> Formats:
     match = re.fullmatch(r"gfx(\d+)[0-9a-f]{2}", gfx)
     major = int(match[1]) if match else 0
-    fp16 = _native(f"{gfx}: native fp16 arithmetic") if major >= 8 else _emulated(f"{gfx or 'no gfx name'}: not known to have fp16 units")
-    if gfx in AMD_BF16_MATRIX:
-        return Formats(_native(f"{gfx}: bf16 matrix cores (MFMA)"), _native(f"{gfx}: fp16 matrix cores (MFMA)"))
-    if major >= 11:
-        return Formats(_native(f"{gfx}: bf16 matrix instructions (WMMA)"), _native(f"{gfx}: fp16 matrix instructions (WMMA)"))
-    return Formats(_emulated(f"{gfx or 'no gfx name'}: no bf16 units; gfx908, gfx90a, gfx94x, gfx950 and gfx11 on have them"), fp16)
+    matrix = "MFMA" if gfx in AMD_MFMA else "WMMA" if major >= 11 else None
+    if matrix:
+        return Formats(_native(f"{gfx}: bf16 matrix units ({matrix})"), _native(f"{gfx}: fp16 matrix units ({matrix})"))
+    bf16 = _emulated(f"{gfx or 'no gfx name'}: no bf16 units; gfx908, gfx90a, gfx94x, gfx950 and gfx11 on have them")
+    if major >= 9:
+        return Formats(bf16, _native(f"{gfx}: packed fp16 arithmetic at twice the fp32 rate, but no matrix units"))
+    return Formats(bf16, _emulated(f"{gfx or 'no gfx name'}: fp16 is not faster than fp32 before gfx900"))
 
 
 def _xpu(device: DeviceFacts) -> Formats:
@@ -106,18 +113,18 @@ def _npu(device: DeviceFacts) -> Formats:
 
 
 def cpu_formats(cpu: CpuFacts) -> Formats:
-    """Judge the processor by its flags: oneDNN emulates what they lack."""
+    """Judge the processor by its flags and by what torch's oneDNN takes: torch's own loops emulate the rest."""
     arm = cpu.architecture in {"aarch64", "arm64"}
-    bf16_flags = ("bf16",) if arm else ("amx_bf16", "avx512_bf16")
-    fp16_flags = ("asimdhp", "fp16_arith") if arm else ("amx_fp16", "avx512_fp16")
-    bf16_flag = next((flag for flag in bf16_flags if flag in cpu.flags), None)
-    fp16_flag = next((flag for flag in fp16_flags if flag in cpu.flags), None)
-    missing = "no CPU flag {}: {} is multiplied in another format"
-    bf16 = _native(f"CPU flag {bf16_flag}") if bf16_flag else _emulated(missing.format(" or ".join(bf16_flags), "bf16"))
-    if fp16_flag and cpu.onednn_fp16 is False and not arm:
-        return Formats(bf16, _emulated(f"CPU flag {fp16_flag}, but torch's oneDNN does not use it"))
-    fp16 = _native(f"CPU flag {fp16_flag}") if fp16_flag else _emulated(missing.format(" or ".join(fp16_flags), "fp16"))
-    return Formats(bf16, fp16)
+    bf16 = ("bf16",) if arm else ("amx_bf16", "avx512_bf16")
+    fp16 = ("asimdhp", "fp16_arith") if arm else ("amx_fp16", "avx512_fp16")
+    return Formats(_cpu_format("bf16", bf16, cpu.flags, cpu.onednn_bf16), _cpu_format("fp16", fp16, cpu.flags, cpu.onednn_fp16))
+
+
+def _cpu_format(label: str, units: tuple[str, ...], flags: tuple[str, ...], used: bool | None) -> FormatSupport:
+    flag = next((flag for flag in units if flag in flags), None)
+    if flag is None:
+        return _emulated(f"no CPU flag {' or '.join(units)}: {label} is multiplied in another format")
+    return _native(f"CPU flag {flag}") if used else _emulated(f"CPU flag {flag}, but this torch does not multiply {label} with it")
 
 
 def capability_numbers(device: DeviceFacts) -> tuple[int, int]:
@@ -131,7 +138,7 @@ def _timed(device: DeviceFacts, unknown: str) -> FormatSupport:
         return _emulated(f"{unknown}, and no measurement is at hand: taken as emulated")
     bf16, fp32 = device.matmul_seconds["bf16"], device.matmul_seconds["fp32"]
     fact = f"{unknown}; timed: a product takes {1000 * bf16:.2f} ms in bf16, {1000 * fp32:.2f} ms in fp32"
-    return _native(fact) if bf16 < 0.9 * fp32 else _emulated(fact)
+    return _native(fact) if bf16 < NATIVE_TIME_SHARE[device.api] * fp32 else _emulated(fact)
 
 
 def _native(fact: str) -> FormatSupport:

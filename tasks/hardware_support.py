@@ -64,8 +64,7 @@ def _processor(facts: MachineFacts) -> _Chosen:
 def _accelerator(facts: MachineFacts) -> _Chosen:
     rocm = facts.hip_version is not None
     for device in facts.devices:
-        if device.api == "cuda" and not rocm:
-            _check_kernels(device, facts)
+        _check_kernels(device, facts)
     judged = [(device, device_formats(device, rocm)) for device in facts.devices]
     weakest, _ = min(
         judged, key=lambda pair: (*(STRENGTH[support.level] for support in pair[1]), capability_numbers(pair[0]), _free(pair[0]))
@@ -94,11 +93,14 @@ def _device_notes(facts: MachineFacts, weakest: DeviceFacts, tightest: DeviceFac
 
 
 def _check_kernels(device: DeviceFacts, facts: MachineFacts) -> None:
-    # machine code runs on the same major architecture with an equal or higher minor one; PTX ("compute_") on any later one
+    # NVIDIA's machine code runs on the same major architecture with an equal or higher minor one, PTX ("compute_") on any
+    # later one; AMD's on the architecture it names only, or on a family ("gfx11-generic")
     capability = capability_numbers(device)
     built = [(kind, _split(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(facts.torch_arches))]
-    fits = [kind == "compute" or arch[0] == capability[0] for kind, arch in built if arch <= capability]
-    if built and not any(fits):
+    fits = any(arch <= capability and (kind == "compute" or arch[0] == capability[0]) for kind, arch in built)
+    if facts.hip_version:
+        fits = any(arch.split(":")[0] == device.capability or "generic" in arch for arch in facts.torch_arches)
+    if device.api == "cuda" and facts.torch_arches and not fits:
         raise RefusedInput(
             f"{device.name} has compute capability {device.capability}, but torch {facts.torch_version} has kernels for "
             f"{', '.join(facts.torch_arches)} only; install a torch build for it, or hide it with CUDA_VISIBLE_DEVICES=''"

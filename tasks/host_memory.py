@@ -1,13 +1,11 @@
-"""How much host memory this process may use: the kernel's figures, and the limits of its memory cgroups (v2 and v1).
+"""How much host memory and how many CPUs this process may use: the kernel's figures, and its cgroup limits (v2 and v1).
 
 Only files under /proc and the cgroup mounts are read. Sources: cgroups(7), proc_pid_mountinfo(5), the kernel's
-admin-guide on cgroup-v2 (memory.max, memory.current, memory.stat) and on cgroup-v1/memory.
+admin-guide on cgroup-v2 (memory.max, memory.current, memory.stat, cpu.max), cgroup-v1/memory and sched-bwc.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from pydantic import Field
 
@@ -16,6 +14,11 @@ from tasks.records import Record
 MB = 2**20
 # cgroup v1 writes "no limit" as the largest multiple of a page that fits a signed 64-bit number
 NO_LIMIT_BYTES = 2**60
+# by controller, then by the kind of mount: v2 and v1
+LIMIT_FILES = {
+    "memory": {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"},
+    "cpu": {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"},
+}
 
 
 class CgroupLimit(Record):
@@ -54,26 +57,6 @@ class HostMemory(Record):
         return f"cgroup limit {tightest.file}, {tightest.limit_bytes // MB} MB of the host's {self.total_bytes // MB} MB"
 
 
-class CgroupFiles(NamedTuple):
-    """Names of the files of one cgroup version."""
-
-    limit: str
-    usage: str
-    droppable: str
-
-
-V2 = CgroupFiles("memory.max", "memory.current", "inactive_file")
-V1 = CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-@dataclass(frozen=True)
-class MemoryCgroup:
-    """A directory of the memory controller that this process is counted in."""
-
-    directory: Path
-    files: CgroupFiles
-
-
 def read_host_memory(proc_dir: Path = Path("/proc")) -> HostMemory:
     """Read total and available host memory and every cgroup limit that holds for this process."""
     meminfo = proc_dir / "meminfo"
@@ -84,11 +67,11 @@ def read_host_memory(proc_dir: Path = Path("/proc")) -> HostMemory:
     kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in meminfo.read_text().splitlines())}
     limits: list[CgroupLimit] = []
     notes: list[str] = []
-    for cgroup in memory_cgroups(proc_dir):
+    for file in limit_files("memory", proc_dir):
         try:
-            limit = _read_limit(cgroup)
+            limit = _read_limit(file)
         except (OSError, ValueError, KeyError) as error:
-            notes.append(f"memory limit of cgroup {cgroup.directory} could not be read: {error}")
+            notes.append(f"memory limit {file} could not be read: {error}")
         else:
             limits += [limit] if limit else []
     return HostMemory(
@@ -100,37 +83,43 @@ def read_host_memory(proc_dir: Path = Path("/proc")) -> HostMemory:
     )
 
 
-def memory_cgroups(proc_dir: Path = Path("/proc")) -> tuple[MemoryCgroup, ...]:
-    """Return the memory cgroups of this process, its own first, then its ancestors up to the mount."""
+def usable_cpus(visible: int, notes: list[str], proc_dir: Path = Path("/proc")) -> int:
+    """Return how many whole CPUs the tightest CPU quota leaves of `visible`, at least one; a note says which quota."""
+    usable = visible
+    for file in limit_files("cpu", proc_dir):
+        try:
+            words = file.read_text().split()
+            quota, period = words if len(words) == 2 else (words[0], file.with_name("cpu.cfs_period_us").read_text())
+            whole = visible if quota in ("max", "-1") else max(1, int(quota) // int(period))
+        except (OSError, ValueError, IndexError, ZeroDivisionError) as error:
+            notes.append(f"CPU limit {file} could not be read: {error}")
+            continue
+        if whole < usable:
+            notes.append(f"cgroup limit {file} leaves {whole} of {visible} CPUs")
+            usable = whole
+    return usable
+
+
+def limit_files(controller: str, proc_dir: Path = Path("/proc")) -> list[Path]:
+    """Return the limit file of each cgroup of this process that has one, its own first, then its ancestors' up to the mount."""
     membership, mounts = proc_dir / "self" / "cgroup", proc_dir / "self" / "mountinfo"
     if not membership.is_file() or not mounts.is_file():
-        return ()
-    paths: dict[CgroupFiles, str] = {}
+        return []
+    paths: dict[str, str] = {}
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            paths[V2] = path
-        elif "memory" in controllers.split(","):
-            paths[V1] = path
-    return tuple(
-        MemoryCgroup(directory, files)
-        for line in mounts.read_text().splitlines()
-        for files, root, mount in _memory_mount(line)
-        if files in paths
-        for directory in _upwards(mount, root, paths[files])
-        if (directory / files.limit).exists()
-    )
-
-
-def _memory_mount(line: str) -> list[tuple[CgroupFiles, str, Path]]:
-    before, _, after = line.partition(" - ")
-    kind, _, options = after.split(" ", 2)
-    root, mount = (field.replace(r"\040", " ") for field in before.split()[3:5])
-    if kind == "cgroup2":
-        return [(V2, root, Path(mount))]
-    if kind == "cgroup" and "memory" in options.split(","):
-        return [(V1, root, Path(mount))]
-    return []
+            paths["cgroup2"] = path
+        elif controller in controllers.split(","):
+            paths["cgroup"] = path
+    files: list[Path] = []
+    for line in mounts.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        if kind in paths and (kind == "cgroup2" or controller in options.split(",")):
+            root, mount = (field.replace(r"\040", " ") for field in before.split()[3:5])
+            files += [directory / LIMIT_FILES[controller][kind] for directory in _upwards(Path(mount), root, paths[kind])]
+    return [file for file in files if file.exists()]
 
 
 def _upwards(mount: Path, root: str, path: str) -> list[Path]:
@@ -141,21 +130,21 @@ def _upwards(mount: Path, root: str, path: str) -> list[Path]:
     return [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
 
 
-def _read_limit(cgroup: MemoryCgroup) -> CgroupLimit | None:
-    file = cgroup.directory / cgroup.files.limit
+def _read_limit(file: Path) -> CgroupLimit | None:
     text = file.read_text().strip()
     if text == "max" or int(text) >= NO_LIMIT_BYTES:
         return None
-    counters = dict(line.split() for line in (cgroup.directory / "memory.stat").read_text().splitlines())
-    used = int((cgroup.directory / cgroup.files.usage).read_text()) - int(counters[cgroup.files.droppable])
+    v2 = file.name == "memory.max"
+    counters = dict(line.split() for line in file.with_name("memory.stat").read_text().splitlines())
+    charged = int(file.with_name("memory.current" if v2 else "memory.usage_in_bytes").read_text())
+    used = charged - int(counters["inactive_file" if v2 else "total_inactive_file"])
     return CgroupLimit(file=str(file), limit_bytes=int(text), used_bytes=max(0, used))
 
 
 def cgroup_oom_kills(proc_dir: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for memory in this process's own memory cgroup, 0 if unknown."""
-    for cgroup in memory_cgroups(proc_dir)[:1]:
-        for name in ("memory.events", "memory.oom_control"):
-            file = cgroup.directory / name
+    for limit in limit_files("memory", proc_dir)[:1]:
+        for file in (limit.with_name("memory.events"), limit.with_name("memory.oom_control")):
             if file.is_file():
                 counters = dict(line.split() for line in file.read_text().splitlines())
                 return int(counters["oom_kill"]) if "oom_kill" in counters else 0

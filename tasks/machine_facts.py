@@ -27,8 +27,9 @@ class CpuFacts(Record):
     name: str
     architecture: str
     flags: tuple[str, ...]
-    num_cpus: int
-    onednn_fp16: bool | None = Field(default=None, description="whether torch's oneDNN uses fp16 units here")
+    num_cpus: int = Field(description="that this process may use: affinity and CPU quota counted")
+    onednn_bf16: bool | None = Field(default=None, description="whether torch gives bf16 products to oneDNN here; null: no oneDNN")
+    onednn_fp16: bool | None = Field(default=None, description="the same for fp16")
 
 
 class MachineFacts(Record):
@@ -38,7 +39,7 @@ class MachineFacts(Record):
     torch_version: str
     cuda_version: str | None = Field(default=None, description="of the torch build")
     hip_version: str | None = Field(default=None, description="of the torch build")
-    torch_arches: tuple[str, ...] = Field(default=(), description="architectures that the torch build has CUDA kernels for")
+    torch_arches: tuple[str, ...] = Field(default=(), description="architectures that the torch build has kernels for")
     torch_claims_bf16: bool | None = Field(default=None, description="torch.cuda.is_bf16_supported(), which counts emulation")
     devices: tuple[DeviceFacts, ...] = ()
     visibility: dict[str, str] = Field(default_factory=dict, description="environment variables that hide devices")

@@ -1,10 +1,10 @@
-"""Cgroup limits read from files as the kernel writes them (case H4)."""
+"""Cgroup limits on memory and CPUs, read from files as the kernel writes them (case H4)."""
 
 from pathlib import Path
 
 import pytest
 
-from tasks.host_memory import HostMemory, read_host_memory
+from tasks.host_memory import HostMemory, cgroup_oom_kills, read_host_memory, usable_cpus
 
 MB = 2**20
 MEMINFO = "MemTotal:       8388608 kB\nMemFree:        1048576 kB\nMemAvailable:   6291456 kB\nHugePages_Total:       0\n"
@@ -33,10 +33,23 @@ class Host:
         (directory / usage_name).write_text(f"{usage}\n")
         (directory / "memory.stat").write_text(stat)
 
+    def quota(self, path: str, **files: str) -> None:
+        (self.folder / "fs" / path).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (self.folder / "fs" / path / name.replace("__", ".")).write_text(f"{text}\n")
+
     def read(self) -> HostMemory:
+        self._place()
+        return read_host_memory(self.proc)
+
+    def cpus(self, visible: int) -> tuple[int, list[str]]:
+        self._place()
+        notes: list[str] = []
+        return usable_cpus(visible, notes, self.proc), notes
+
+    def _place(self) -> None:
         (self.proc / "self" / "cgroup").write_text(self.membership)
         (self.proc / "self" / "mountinfo").write_text(self.mounts)
-        return read_host_memory(self.proc)
 
 
 @pytest.fixture
@@ -120,10 +133,51 @@ def test_an_unreadable_limit_is_noted_not_hidden(host: Host) -> None:
     assert "could not be read" in memory.notes[0]
 
 
+def test_h4_v2_cpu_quota_of_an_ancestor_counts_rounded_down(host: Host) -> None:
+    host.membership, host.mounts = "0::/user/job\n", v2_mount(host)
+    host.quota("user/job", cpu__max="max 100000")
+    host.quota("user", cpu__max="765000 100000")
+    cpus, notes = host.cpus(96)
+    assert cpus == 7
+    assert notes == [f"cgroup limit {host.folder}/fs/user/cpu.max leaves 7 of 96 CPUs"]
+
+
+def test_h4_v1_cpu_quota_counts_and_a_fraction_of_a_cpu_is_one(host: Host) -> None:
+    host.membership = "3:cpu,cpuacct:/a/b\n"
+    host.mounts = f"35 31 0:32 / {host.folder}/fs/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+    host.quota("cpu/a", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
+    host.quota("cpu/a/b", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert host.cpus(12)[0] == 2
+    host.quota("cpu/a/b", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    assert host.cpus(12)[0] == 1
+
+
+@pytest.mark.parametrize(("text", "notes"), [("max 100000", 0), ("1600000 100000", 0), ("much", 1), ("", 1), ("100000 0", 1)])
+def test_a_cpu_quota_that_is_none_wide_or_unreadable_changes_nothing(host: Host, text: str, notes: int) -> None:
+    host.membership, host.mounts = "0::/job\n", v2_mount(host)
+    host.quota("job", cpu__max=text)
+    assert host.cpus(8)[0] == 8
+    assert len(host.cpus(8)[1]) == notes
+
+
+def test_kills_of_its_own_cgroup_are_counted_in_both_versions(host: Host) -> None:
+    host.membership, host.mounts = "0::/job\n", v2_mount(host)
+    host.v2("job", "max")
+    host.quota("job", memory__events="low 0\noom 3\noom_kill 2")
+    host.read()
+    assert cgroup_oom_kills(host.proc) == 2
+    host.membership, host.mounts = "4:memory:/a\n", v1_mount(host)
+    host.v1("a", str(1024 * MB))
+    host.quota("memory/a", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 5")
+    host.read()
+    assert cgroup_oom_kills(host.proc) == 5
+
+
 def test_no_proc_at_all(tmp_path: Path) -> None:
     memory = read_host_memory(tmp_path)
     assert memory.total_bytes > 0
     assert "does not exist" in memory.notes[0]
+    assert usable_cpus(8, [], tmp_path) == 8
 
 
 def test_this_machine() -> None:

@@ -24,7 +24,7 @@ from tasks.errors import HalfstepError
 from tasks.files import write_record
 from tasks.format_support import needs_timing
 from tasks.hardware_support import judge
-from tasks.host_memory import read_host_memory
+from tasks.host_memory import read_host_memory, usable_cpus
 from tasks.machine_facts import CpuFacts, DeviceFacts, MachineFacts
 from tasks.programs import lifecycle
 
@@ -37,7 +37,7 @@ VISIBILITY_VARIABLES = (
     "ASCEND_RT_VISIBLE_DEVICES",
 )
 # flags of units that multiply; the rest says nothing about precision
-ARITHMETIC_FLAG = re.compile(r"avx|amx|fma|f16c|bf16|fp16|fphp|asimd|sve|sme|neon|i8mm")
+ARITHMETIC_FLAG = re.compile(r"avx|amx|fma|f16c|bf16|fp16|fphp|asimd|sve|sme(?!p)|neon|i8mm")
 TOOL_SECONDS = 10.0
 
 
@@ -66,7 +66,7 @@ def collect() -> MachineFacts:
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        devices = cuda_devices(notes) or xpu_devices() or npu_devices(notes) or mps_devices(notes)
+        devices = cuda_devices(notes) or xpu_devices(notes) or npu_devices(notes) or mps_devices(notes)
         claims = bool(torch.cuda.is_bf16_supported()) if torch.version.cuda or torch.version.hip else None
     notes += [f"torch warns: {str(warning.message).strip().splitlines()[0]}" for warning in caught if warning.category is UserWarning]
     return MachineFacts(
@@ -79,7 +79,7 @@ def collect() -> MachineFacts:
         devices=tuple(time_if_unknown(device) for device in devices),
         visibility={name: os.environ[name] for name in VISIBILITY_VARIABLES if name in os.environ},
         driver_version=driver_version(devices, notes),
-        cpu=read_cpu(),
+        cpu=read_cpu(notes),
         host=read_host_memory(),
         notes=tuple(notes),
     )
@@ -97,11 +97,14 @@ def cuda_devices(notes: list[str]) -> list[DeviceFacts]:
         except RuntimeError as error:
             notes.append(f"free memory of device {index} could not be read, counted as 0: {str(error).splitlines()[0]}")
             free = 0
+        if properties.is_integrated and not torch.version.hip:
+            # the driver counts the host's file cache as taken, though the kernel gives it up
+            free = max(free, min(read_host_memory().free_bytes, properties.total_memory))
         gfx = properties.gcnArchName.split(":")[0] if torch.version.hip else None
         devices.append(
             DeviceFacts(
                 api="cuda",
-                name=properties.name,
+                name=properties.name or str(gfx),
                 capability=gfx or f"{properties.major}.{properties.minor}",
                 memory_total_bytes=properties.total_memory,
                 memory_free_bytes=free,
@@ -110,20 +113,25 @@ def cuda_devices(notes: list[str]) -> list[DeviceFacts]:
     return devices
 
 
-def xpu_devices() -> list[DeviceFacts]:
+def xpu_devices(notes: list[str]) -> list[DeviceFacts]:
     """Read Intel GPUs. The flags of some drivers deny units that are there; the judgement knows."""
     if not torch.xpu.is_available():
         return []
     devices = []
     for index in range(torch.xpu.device_count()):
         properties = torch.xpu.get_device_properties(index)
+        try:
+            free = torch.xpu.mem_get_info(index)[0]
+        except RuntimeError as error:
+            notes.append(f"free memory of device {index} cannot be read, all of it counts as free: {str(error).splitlines()[0]}")
+            free = properties.total_memory
         flags = (properties.has_bfloat16_conversions, properties.has_subgroup_matrix_multiply_accumulate)
         devices.append(
             DeviceFacts(
                 api="xpu",
                 name=properties.name,
                 memory_total_bytes=properties.total_memory,
-                memory_free_bytes=torch.xpu.mem_get_info(index)[0],
+                memory_free_bytes=free,
                 has_bf16=any(map(bool, flags)),
                 has_fp16=bool(properties.has_fp16),
             )
@@ -163,7 +171,7 @@ def time_if_unknown(device: DeviceFacts) -> DeviceFacts:
     return device.model_copy(update={"matmul_seconds": time_products(device.api)}) if needs_timing(device) else device
 
 
-def time_products(device: str, size: int = 1024, repeats: int = 10) -> dict[str, float]:
+def time_products(device: str, size: int = 2048, repeats: int = 10) -> dict[str, float]:
     """Return seconds of one square product by format, the best of several, after a warm-up."""
     seconds = {}
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
@@ -214,19 +222,21 @@ def bounded_output(command: tuple[str, ...], notes: list[str], seconds: float = 
     return output.strip()
 
 
-def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFacts:
+def read_cpu(notes: list[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFacts:
     """Read name and flags of the processor; where the kernel lists no flags, torch's own view of them."""
     capabilities = torch.cpu.get_capabilities()
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     fields = [tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]
     flags = [set(value.split()) for key, value in fields if key in ("flags", "Features")]
     found = set.intersection(*flags) if flags else {name for name, value in capabilities.items() if value is True}
+    onednn = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
     return CpuFacts(
         name=next((value for key, value in fields if key == "model name"), None) or capabilities.get("cpu_name") or platform.machine(),
         architecture=platform.machine(),
         flags=tuple(sorted(flag for flag in found if ARITHMETIC_FLAG.search(flag))),
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        onednn_fp16=bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()) if torch.backends.mkldnn.is_available() else None,
+        num_cpus=usable_cpus(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, notes),
+        onednn_bf16=bool(onednn._is_mkldnn_bf16_supported()) if onednn else None,
+        onednn_fp16=bool(onednn._is_mkldnn_fp16_supported()) if onednn else None,
     )
 
 
