@@ -8,10 +8,10 @@ export DO_NOT_TRACK = 1
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install data retrain smoke test check doctor ui clean
+.PHONY: help install data retrain smoke test check doctor decisions bench-numerics test-device ui clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer, found %s; set PYTHON=..." % sys.version.split()[0])'
@@ -36,11 +36,20 @@ smoke: install ## the whole pipeline on a tiny model, about a minute
 test: install ## the test suite
 	@$(BIN)/python -m pytest
 
+test-device: install ## the training program's tests on the GPU at hand
+	@$(BIN)/python -m pytest -m 'gpu or device'
+
 check: install ## ruff and mypy
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
 
 doctor: install ## what this machine offers and what is missing
 	@$(BIN)/python -m tasks.doctor
+
+decisions: install ## what is decided on every recorded machine, beside two common rules
+	@$(BIN)/python -m tests.bench.decisions
+
+bench-numerics: data ## errors and speed of fp16 and bf16 on SmolLM2-135M, about 8 minutes
+	@$(BIN)/python -m tests.bench.numerics
 
 ui: install ## MLflow on http://127.0.0.1:5000
 	@echo "MLflow on http://127.0.0.1:$(PORT) (Ctrl-C ends it)"

@@ -4,6 +4,7 @@ HalfstepError            1    something failed; the message says what and where 
 ├── RefusedInput         2    the request cannot be done as asked; nothing was started
 ├── NothingFitted        3    no attempt of the plan fitted in memory
 ├── Diverged             4    training produced numbers that mean nothing
+│   └── NothingLearned   4    no group of completions differed in reward, in any precision
 ├── Stopped            130    a person or the machine stopped the run
 ├── AttemptFailed        1    a training attempt ended for another reason than memory
 ├── ScorerFailed         1    a reward function raised or returned what is no list of finite numbers
@@ -35,6 +36,10 @@ class Diverged(HalfstepError):
     """Training stopped because its numbers were no longer finite or no longer moved the weights."""
 
     exit_code = 4
+
+
+class NothingLearned(Diverged):
+    """No reward told one completion from another: another precision would not change that."""
 
 
 class Stopped(HalfstepError):

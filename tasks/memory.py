@@ -39,6 +39,9 @@ _TEXTS: tuple[tuple[str, Holder], ...] = (
     ("Cannot allocate memory", "host"),
     ("can't start new thread", "host"),
 )
+# oneDNN says this of a shortage and of a shape it does not know: a shortage only where next to nothing was left
+_AMBIGUOUS_TEXTS = ("could not create a primitive", "could not execute a primitive")
+SCARCE_BYTES = 32 * MB
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _SIZE = r"([\d.]+)\s*(bytes|[KMG]i?B)"
@@ -53,6 +56,7 @@ class Evidence(Record):
     device_type: DeviceType
     error_types: tuple[str, ...] = Field(default=(), description="names of the exception's class and its bases")
     message: str = ""
+    available_bytes: int | None = Field(default=None, description="what could still be allocated when the exception was caught")
     killed_by_kernel: bool = Field(default=False, description="the process ended by SIGKILL that its parent did not send")
     cgroup_oom_kills: int = Field(default=0, description="kills counted by the memory cgroup while the process ran")
     peak_rss_bytes: int | None = None
@@ -67,7 +71,7 @@ def classify_shortage(evidence: Evidence) -> ShortageKind | None:
     """
     if _NEVER.intersection(evidence.error_types):
         return None
-    holder = _holder_of_type(evidence.error_types) or _holder_of_text(evidence.message)
+    holder = _holder_of_type(evidence.error_types) or _holder_of_text(evidence)
     if holder == "host" and evidence.device_type != "cpu":
         return "host"
     if holder is not None:
@@ -81,8 +85,11 @@ def _holder_of_type(names: tuple[str, ...]) -> Holder | None:
     return "host" if _HOST_TYPES.intersection(names) else None
 
 
-def _holder_of_text(message: str) -> Holder | None:
-    return next((holder for text, holder in _TEXTS if text in message), None)
+def _holder_of_text(evidence: Evidence) -> Holder | None:
+    scarce = evidence.available_bytes is not None and evidence.available_bytes < SCARCE_BYTES
+    if scarce and any(text in evidence.message for text in _AMBIGUOUS_TEXTS):
+        return "host"
+    return next((holder for text, holder in _TEXTS if text in evidence.message), None)
 
 
 def _killed_for_memory(evidence: Evidence) -> bool:

@@ -1,5 +1,6 @@
 """What a run does next, from its plan and what came of its attempts so far. Pure."""
 
+from tasks.errors import NothingLearned
 from tasks.objectives import WIDER
 from tasks.params import Params
 from tasks.records import Attempt, FinishedAttempt, MemoryLevers, PrecisionPlan
@@ -22,7 +23,7 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
     chosen: list[Attempt] = []
     if status == "out_of_memory":
         chosen = [attempt for attempt in left if attempt.label == "retry"]
-    elif status == "diverged":
+    elif status == "diverged" and not (last.outcome.failure and last.outcome.failure.error_type == NothingLearned.__name__):
         chosen = [attempt for attempt in left if attempt.label == "fallback" and attempt.precision.label in WIDER[label]]
     elif status != "succeeded" and last.in_earlier_start:
         chosen = [attempt for attempt in plan.attempts if attempt.number == number]

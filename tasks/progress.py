@@ -6,12 +6,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from tasks.attempt_files import read_steps
+from tasks.warning_signs import warning_signs
 
 SHOWN_EVERY_SECONDS = 5.0
 
 
 class TrainingProgress:
-    """Tells `say` one line when a step is done, at most one in a few seconds, and always the last step."""
+    """Tells `say` one line when a step is done, at most one in a few seconds, always the last step, and each new warning once."""
 
     def __init__(self, attempt_dir: Path, first_step: int, total_steps: int, say: Callable[[str], None]) -> None:
         self._attempt_dir = attempt_dir
@@ -19,12 +20,17 @@ class TrainingProgress:
         self._total_steps = total_steps
         self._say = say
         self._next_time = 0.0
+        self._warned: set[str] = set()
 
     def update(self, *, final: bool = False) -> None:
         """Look for new steps and tell about the newest; `final` waits for nothing."""
         if not final and time.monotonic() < self._next_time:
             return
         steps = read_steps(self._attempt_dir)
+        for sign in warning_signs(steps):
+            if sign.name not in self._warned:
+                self._warned.add(sign.name)
+                self._say(f"warning, step {sign.step}, {sign.name}: {sign.message}")
         if not steps or int(steps[-1]["step"]) == self._shown_step:
             return
         self._shown_step = int(steps[-1]["step"])

@@ -9,7 +9,7 @@ from prefect.logging import get_run_logger
 from tasks.attempt_files import state_step
 from tasks.attempt_log import AttemptLog
 from tasks.engines.catalog import ENGINES
-from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, RefusedInput
+from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, NothingLearned, RefusedInput
 from tasks.files import write_record
 from tasks.host_memory import cgroup_oom_kills
 from tasks.memory import MB
@@ -90,6 +90,10 @@ def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
 
 
 def _used_up(finished: tuple[FinishedAttempt, ...], log: str) -> HalfstepError:
+    failure = finished[-1].outcome.failure
+    if failure and failure.error_type == NothingLearned.__name__:
+        remedy = "Another precision would not change that: ease the problems, or raise training.num_generations or training.temperature."
+        return NothingLearned(f"{failure.message}. {remedy}\n{log}")
     diverged = [done for done in finished if done.outcome.status == "diverged"]
     tried = "\n".join(f"  {attempt_text(done)}{_cause(done)}" for done in finished)
     if not diverged:

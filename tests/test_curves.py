@@ -42,6 +42,20 @@ def test_progress_tells_the_time_left_and_the_last_step(tmp_path: Path) -> None:
     assert line == "step 4/10  reward 0.250  loss scale 65536  30.0 s a step  peak 812 MB  3 min left (until 00:02)"
 
 
+def test_g2_completions_that_are_all_cut_are_said_while_the_run_goes_on_and_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    metrics = {"reward": 0.5, "step_time_ms": 100.0, "peak_memory_mb": 1.0, "completions/clipped_ratio": 1.0}
+    progress = TrainingProgress(tmp_path, 0, 3, said.append)
+    for number in (1, 2):
+        with (tmp_path / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": number, "time": 0.0, "metrics": metrics}) + "\n")
+        progress.update(final=True)
+    assert [line.partition(" (")[0] for line in said if "warning" in line] == [
+        "warning, step 1, clipped_completions: every completion was cut at training.max_completion_length, so none was rewarded for its end"
+    ]
+    assert "step 2/3" in said[-1]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(40, "40 s"), (420, "7 min"), (7500, "2 h 05 min")])
 def test_durations_are_said_as_people_do(seconds: int, text: str) -> None:
     assert duration(timedelta(seconds=seconds)) == text

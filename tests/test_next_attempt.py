@@ -178,3 +178,13 @@ def test_every_run_ends_with_names_of_its_own_and_never_again_in_a_precision_tha
                 finished = (*finished, ended(attempt, ends[len(finished)]))
             names = [done.attempt.name for done in finished]
             assert len(set(names)) == len(names)
+
+
+def test_a_run_without_any_signal_is_not_tried_in_another_precision() -> None:
+    params = params_with(on_divergence="next")
+    made = plan("mi300x", params)
+    silent = Failure(phase="optimizer", error_type="NothingLearned", message="in no step did the completions of a group differ")
+    done = ended(made.attempts[0], "diverged")
+    assert next_attempt(made, (done,), params) is not None
+    done = done.model_copy(update={"outcome": done.outcome.model_copy(update={"failure": silent})})
+    assert next_attempt(made, (done,), params) is None

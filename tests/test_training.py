@@ -56,3 +56,10 @@ def test_another_failure_says_that_it_is_not_retried(before: int) -> None:
     error: HalfstepError = failure_of((*[short(first)] * before, ended(retry, "failed", "the scorer raised")))
     assert isinstance(error, AttemptFailed)
     assert "2-retry-fp16 failed in backward: RuntimeError: the scorer raised" in str(error)
+
+
+def test_a_run_without_signal_asks_for_other_problems_not_for_another_precision() -> None:
+    silent = ended(attempts()[0], "diverged", "in no step did the completions of a group differ in reward", error_type="NothingLearned")
+    error = failure_of((silent,))
+    assert isinstance(error, Diverged) and error.exit_code == 4
+    assert "ease the problems" in str(error) and "on_divergence" not in str(error)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig
 
 from tasks.attempt_files import last_training_state, state_step
-from tasks.errors import Diverged
+from tasks.errors import Diverged, NothingLearned
 from tasks.files import read_record, write_record
 from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_bytes
 from tasks.params import Params, TrainingParams
@@ -109,7 +109,7 @@ class TrainingRun:
         silent = always("no_signal", self.log.history) and self.first_step == 0
         if silent or not self.weights_changed:
             found = "in no step did the completions of a group differ in reward" if silent else "the weights are those it started from"
-            raise Diverged(f"training ended and nothing was learned: {found}")
+            raise (NothingLearned if silent else Diverged)(f"training ended and nothing was learned: {found}")
 
     def _save(self, trainer: MeteredGRPOTrainer) -> None:
         self.watch.phase = "save"
@@ -221,7 +221,7 @@ def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     run.memory.lift_budget()
     traceback.print_exc()
     message = str(error) or type(error).__name__
-    shortage = classify_shortage(Evidence(device_type=run.device_type, error_types=names, message=message))
+    shortage = classify_shortage(Evidence(device_type=run.device_type, error_types=names, message=message, available_bytes=available))
     failure = Failure(
         phase=run.watch.phase,
         error_type=type(error).__name__,

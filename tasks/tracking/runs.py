@@ -94,6 +94,7 @@ def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> N
     said = outcome.model_dump(include={"status", "shortage"}) | failure
     tags = {f"outcome.{name}": value for name, value in said.items()}
     tags |= {f"observed.{name}": ", ".join(seen) if isinstance(seen, tuple) else seen for name, seen in outcome.observed or ()}
+    tags |= {f"warning.{item.name}": f"step {item.step}: {item.message}" for item in outcome.warnings}
     metrics = outcome.model_dump(include={"steps_done", "skipped_steps", "final_loss_scale"})
     metrics["peak_memory_mb"] = outcome.peak_memory_bytes and outcome.peak_memory_bytes / MB
     with reaching(run.tracking_uri, "close the run of an attempt") as client:
