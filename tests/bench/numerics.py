@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from tasks.attempt_files import read_steps
 from tasks.params import Params, load_params
@@ -36,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="also write the tables to this Markdown file")
     output: Path | None = parser.parse_args().output
+    logging.disable_progress_bar()
     if not MODEL_DIR.is_dir() or not DATASET_DIR.is_dir():
         sys.stderr.write("the base model and dataset are not there; run `make data` first\n")
         return 2
