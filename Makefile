@@ -48,7 +48,7 @@ doctor: install ## what this machine offers and what is missing
 decisions: install ## what is decided on every recorded machine, beside two common rules
 	@$(BIN)/python -m tests.bench.decisions
 
-bench-numerics: data ## errors and speed of fp16 and bf16 on SmolLM2-135M, about 8 minutes
+bench-numerics: data ## errors and speed of fp16 and bf16 on SmolLM2-135M, about 6 minutes
 	@$(BIN)/python -m tests.bench.numerics
 
 ui: install ## MLflow on http://127.0.0.1:5000

@@ -1,6 +1,6 @@
 """What fp16 and bf16 do to SmolLM2-135M's numbers, against fp32, and how fast fp16 is on this CPU.
 
-Launch: ``make bench-numerics`` or ``python -m tests.bench.numerics [--output FILE]``. Needs ``make data``. About 8 minutes on 2 cores.
+Launch: ``make bench-numerics`` or ``python -m tests.bench.numerics [--output FILE]``. Needs ``make data``. About 6 minutes on 2 cores.
 Speeds are measured side by side in one process and printed as ratios; errors do not depend on the machine's load.
 """
 
