@@ -9,6 +9,7 @@ from tasks.attempt_files import read_steps
 from tasks.warning_signs import warning_signs
 
 SHOWN_EVERY_SECONDS = 5.0
+READ_EVERY_SECONDS = 1.0
 
 
 class TrainingProgress:
@@ -26,6 +27,7 @@ class TrainingProgress:
         """Look for new steps and tell about the newest; `final` waits for nothing."""
         if not final and time.monotonic() < self._next_time:
             return
+        self._next_time = time.monotonic() + READ_EVERY_SECONDS
         steps = read_steps(self._attempt_dir)
         for sign in warning_signs(steps):
             if sign.name not in self._warned:

@@ -14,6 +14,7 @@ from tasks.attempt_log import deliver, remembered_run
 from tasks.curves import draw_curves, joined_steps
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
+from tasks.next_attempt import run_status
 from tasks.params import Params
 from tasks.places import STATE_DIR
 from tasks.progress import duration
@@ -76,7 +77,7 @@ def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
     return RunRecord(
         run_name=setting.run.name,
         started_at=setting.run.started_at,
-        status=finished[-1].outcome.status,
+        status=run_status(finished),
         hardware=setting.hardware,
         plan=setting.plan,
         params=params.model_dump(mode="json"),

@@ -13,17 +13,11 @@ from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, 
 from tasks.files import write_record
 from tasks.host_memory import cgroup_oom_kills
 from tasks.memory import MB
+from tasks.next_attempt import run_status
 from tasks.params import Params
 from tasks.processes import ProgramExit, run_program
 from tasks.progress import TrainingProgress
-from tasks.records import (
-    Attempt,
-    FinishedAttempt,
-    Hardware,
-    Outcome,
-    RunSetting,
-    TrainingJob,
-)
+from tasks.records import Attempt, FinishedAttempt, Hardware, Outcome, RunSetting, TrainingJob
 from tasks.report import attempt_text
 from tasks.run_folder import interrupted_outcome
 
@@ -96,7 +90,7 @@ def _used_up(finished: tuple[FinishedAttempt, ...], log: str) -> HalfstepError:
         return NothingLearned(f"{failure.message}. {remedy}\n{log}")
     diverged = [done for done in finished if done.outcome.status == "diverged"]
     tried = "\n".join(f"  {attempt_text(done)}{_cause(done)}" for done in finished)
-    if not diverged:
+    if run_status(finished) != "diverged":
         remedy = "Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps)."
         return NothingFitted(f"no attempt of the plan fitted in memory ({len(finished)} tried):\n{tried}\n{remedy}\n{log}")
     labels = " and ".join(dict.fromkeys(done.attempt.precision.label for done in diverged))

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from tasks.attempt_files import read_steps
-from tasks.programs.grpo import MeteredGRPOTrainer
-from tasks.programs.train import weights_digest
+from tasks.programs.gradients import first_non_finite_layer
+from tasks.programs.grpo import MeteredGRPOTrainer, weights_digest
 from tests.programs.in_process import params_with, scale_loss, spoil_gradient, train_here
 from tests.training_runs import Inputs
 
@@ -127,3 +128,36 @@ def test_a_scale_below_one_is_said(scratch_inputs: Inputs, tmp_path: Path) -> No
         tweak=spoil_gradient(LAYER, float("inf"), lambda step: step == 1),
     )
     assert {"loss_scale_collapsed", "skipped_steps", "fp16_overflow"} <= {item.name for item in outcome.warnings}
+
+
+def test_one_forward_that_was_not_finite_costs_a_step_and_not_the_run(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    tweak = scale_loss(float("nan"), lambda step: step == 2)
+    outcome, _ = train_here(params_with(max_steps=4), "fp16", scratch_inputs, tmp_path, tweak=tweak)
+    # the forward that looks for the layer is part of no step: it is not observed
+    assert outcome.status == "succeeded", outcome.failure
+    assert column(tmp_path, "step_skipped") == [0, 1, 0, 0]
+    overflow = next(item for item in outcome.warnings if item.name == "fp16_overflow")
+    assert "forward of the loss itself" in overflow.message
+
+
+def test_a_weight_that_is_not_finite_reaches_no_training_state(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    class Breaks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                kwargs["model"].model.layers[0].mlp.up_proj.weight.data[0, 0] = float("inf")
+
+    def tweak(trainer: MeteredGRPOTrainer) -> None:
+        trainer.add_callback(Breaks())
+
+    outcome, _ = train_here(params_with(max_steps=4, save_steps=1), "bf16", scratch_inputs, tmp_path, tweak=tweak)
+    assert outcome.status == "diverged" and outcome.failure is not None
+    assert "1 weight tensors are no longer finite, the first is model.layers.0.mlp.up_proj.weight" in outcome.failure.message
+    assert outcome.last_state_dir == tmp_path / "states" / "checkpoint-1"
+
+
+def test_a_shortage_while_looking_for_the_layer_costs_only_its_name() -> None:
+    class Full(torch.nn.Module):
+        def forward(self, **_: Any) -> torch.Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    assert "could not be found" in str(first_non_finite_layer(Full(), torch.ones(1, 2, dtype=torch.long)))
