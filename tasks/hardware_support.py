@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tasks.errors import RefusedInput
 from tasks.format_support import Formats, capability_numbers, cpu_formats, device_formats
 from tasks.machine_facts import DeviceFacts, MachineFacts
-from tasks.records import DeviceType, Hardware, Support
+from tasks.records import DeviceType, FormatSupport, Hardware, Support
 
 MB = 2**20
 STRENGTH = {Support.none: 0, Support.emulated: 1, Support.native: 2}
@@ -63,17 +63,16 @@ def _processor(facts: MachineFacts) -> _Chosen:
 
 def _accelerator(facts: MachineFacts) -> _Chosen:
     rocm = facts.hip_version is not None
-    for device in facts.devices:
-        _check_kernels(device, facts)
+    _check_kernels(facts)
     judged = [(device, device_formats(device, rocm)) for device in facts.devices]
-    weakest, _ = min(
+    weakest, formats = min(
         judged, key=lambda pair: (*(STRENGTH[support.level] for support in pair[1]), capability_numbers(pair[0]), _free(pair[0]))
     )
     tightest = min(facts.devices, key=_free)
-    formats = Formats(
-        bf16=min((formats.bf16 for _, formats in judged), key=lambda support: STRENGTH[support.level]),
-        fp16=min((formats.fp16 for _, formats in judged), key=lambda support: STRENGTH[support.level]),
-    )
+    # the weakest in bf16, which comes first, need not be the weakest in fp16
+    other, its = min(judged, key=lambda pair: STRENGTH[pair[1].fp16.level])
+    if STRENGTH[its.fp16.level] < STRENGTH[formats.fp16.level]:
+        formats = Formats(formats.bf16, FormatSupport(level=its.fp16.level, fact=f"{other.name}: {its.fp16.fact}"))
     device_type: DeviceType = "rocm" if weakest.api == "cuda" and rocm else weakest.api
     notes = _device_notes(facts, weakest, tightest)
     return _Chosen(device_type, weakest.name, weakest.capability, tightest.memory_total_bytes, _free(tightest), formats, notes)
@@ -92,7 +91,19 @@ def _device_notes(facts: MachineFacts, weakest: DeviceFacts, tightest: DeviceFac
     return tuple(notes)
 
 
-def _check_kernels(device: DeviceFacts, facts: MachineFacts) -> None:
+def _check_kernels(facts: MachineFacts) -> None:
+    usable = [index for index, device in enumerate(facts.devices) if _has_kernels(device, facts)]
+    lacking = next((device for index, device in enumerate(facts.devices) if index not in usable), None)
+    if lacking:
+        keep = f"leave the others visible with CUDA_VISIBLE_DEVICES={','.join(map(str, usable))}"
+        raise RefusedInput(
+            f"{lacking.name} has compute capability {lacking.capability}, but torch {facts.torch_version} has kernels for "
+            f"{', '.join(facts.torch_arches)} only; install a torch build for it, or "
+            f"{keep if usable else 'train on the CPU with CUDA_VISIBLE_DEVICES='}"
+        )
+
+
+def _has_kernels(device: DeviceFacts, facts: MachineFacts) -> bool:
     # NVIDIA's machine code runs on the same major architecture with an equal or higher minor one, PTX ("compute_") on any
     # later one; AMD's on the architecture it names only, or on a family ("gfx11-generic")
     capability = capability_numbers(device)
@@ -100,11 +111,7 @@ def _check_kernels(device: DeviceFacts, facts: MachineFacts) -> None:
     fits = any(arch <= capability and (kind == "compute" or arch[0] == capability[0]) for kind, arch in built)
     if facts.hip_version:
         fits = any(arch.split(":")[0] == device.capability or "generic" in arch for arch in facts.torch_arches)
-    if device.api == "cuda" and facts.torch_arches and not fits:
-        raise RefusedInput(
-            f"{device.name} has compute capability {device.capability}, but torch {facts.torch_version} has kernels for "
-            f"{', '.join(facts.torch_arches)} only; install a torch build for it, or hide it with CUDA_VISIBLE_DEVICES=''"
-        )
+    return fits or device.api != "cuda" or not facts.torch_arches
 
 
 def _split(number: str) -> tuple[int, int]:

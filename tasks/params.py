@@ -42,7 +42,7 @@ class PrecisionParams(Section):
     )
     grad_scaler: Literal["auto"] | bool = Field("auto", description="auto: live in fp16, absent otherwise; a contradiction is refused")
     allow_emulated: bool = Field(False, description="let a CPU rehearse a precision that it only emulates; never on an accelerator")
-    init_scale: float = Field(65536.0, gt=0, le=1e38, description="first loss scale of the grad scaler")
+    init_scale: float = Field(65536.0, ge=1, le=1e30, description="first loss scale of the grad scaler")
     growth_interval: int = Field(20, ge=1, description="steps without overflow before the scale grows; short, since RL runs are short")
     growth_factor: float = Field(2.0, gt=1, description="the loss scale is multiplied by this after growth_interval good steps")
     backoff_factor: float = Field(0.5, gt=0, lt=1, description="the loss scale is multiplied by this after an overflow")
@@ -294,7 +294,8 @@ def _faults(error: ValidationError) -> list[str]:
 def _location(loc: tuple[str | int, ...]) -> str:
     # pydantic names the chosen member of a union inside the path; people never wrote it
     tags = {"smollm2-135m-instruct", "scratch", "reasoning_gym", "byte_prompts"}
-    return ".".join(str(part) for part in loc if part not in tags) or "(whole file)"
+    parts = [str(part) for part in loc if part not in tags]
+    return ".".join(part for part in parts if part != "bool" and not part.startswith("literal[")) or "(whole file)"
 
 
 def _fault(kind: str, location: str, message: str, value: object) -> str:

@@ -170,6 +170,9 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return str(self._states_dir / ".writing")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # a state stands for steps that trained: what goes on from it must not count a skipped step as done
+        if self.accelerator.optimizer_step_was_skipped:
+            return
         check_finite(model)
         self.watch.phase = "save"
         super()._save_checkpoint(model, trial)
@@ -178,6 +181,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         (self._states_dir / ".writing" / name).rename(self._states_dir / name)
         for old in training_states(self._states_dir)[:-NUM_STATES_KEPT]:
             shutil.rmtree(old)
+        self.watch.phase = "optimizer"
 
 
 def check_finite(model: nn.Module) -> None:
