@@ -178,8 +178,14 @@ def test_other_numbers_that_are_not_finite_stop_too(name: str, scratch_inputs: I
             trainer.mismatch.metrics = lambda: {"mismatch_kl": float("nan")}  # type: ignore[method-assign]
         else:
             score = trainer._generate_and_score_completions
-            rewards = trainer._metrics["train"]["reward"]
-            trainer._generate_and_score_completions = lambda inputs: (score(inputs), rewards.append(float("nan")))[0]
+
+            def score_without_end(inputs: Any) -> Any:
+                scored = score(inputs)
+                # a NaN would be left out of TRL's mean
+                trainer._metrics["train"]["reward"].append(float("inf"))
+                return scored
+
+            trainer._generate_and_score_completions = score_without_end
             spoil_gradient(LAYER, float("inf"), lambda step: True)(trainer)
 
     # the reward is watched on skipped steps as well
