@@ -9,6 +9,7 @@ import contextlib
 import statistics
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class TrainingRun:
         self.params = Params.model_validate(job.params)
         self.memory = memory
         self.device_type = device_type
+        self.states_dir = job.attempt_dir / "states"
         self.watch = StepWatch()
         self.observer = PrecisionObserver()
         self.log: StepLog | None = None
@@ -50,11 +52,6 @@ class TrainingRun:
         self.first_step = state_step(job.attempt.resume_from) if job.attempt.resume_from else 0
         self.weights_changed: bool | None = None
         self.checkpoint_dir: Path | None = None
-
-    @property
-    def states_dir(self) -> Path:
-        """Return the folder of training states."""
-        return self.job.attempt_dir / "states"
 
     def run(self) -> None:
         """Load, train, check and save; raises whatever goes wrong."""
@@ -87,7 +84,7 @@ class TrainingRun:
             model=model,
             reward_funcs=[_reward_function(scorer)],
             args=grpo_config(attempt, self.params.training, self.states_dir, self.device_type),
-            train_dataset=datasets.Dataset.from_list([{name: getattr(row, name) for name in _COLUMNS} for row in problems]),
+            train_dataset=datasets.Dataset.from_list([asdict(row) for row in problems]),
             processing_class=AutoTokenizer.from_pretrained(self.job.base_model_dir, padding_side="left", local_files_only=True),
             precision=attempt.precision,
             scaler_params=self.params.precision,
@@ -96,8 +93,7 @@ class TrainingRun:
             states_dir=self.states_dir,
         )
         self.trainer = trainer
-        path = self.job.attempt_dir / "metrics.jsonl"
-        self.log = StepLog(path, trainer, self.memory, self.params.precision, self._check_observed)
+        self.log = StepLog(self.job.attempt_dir / "metrics.jsonl", trainer, self.memory, self.params.precision, self._check_observed)
         trainer.add_callback(self.log)
         return trainer
 
@@ -147,9 +143,6 @@ class TrainingRun:
             warnings=(*warning_signs(steps), *(self.log.overflow_warning() if self.log else ())),
             **more,
         )
-
-
-_COLUMNS = ("prompt", "question", "answer", "entry")
 
 
 def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, device_type: DeviceType) -> GRPOConfig:
