@@ -5,13 +5,15 @@ from tasks.objectives import WIDER
 from tasks.params import Params
 from tasks.records import Attempt, FinishedAttempt, MemoryLevers, PrecisionPlan
 
+SHORT = ("out_of_memory", "skipped")
+
 
 def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], params: Params) -> Attempt | None:
     """Return the attempt to make next, fitted to what came before it; None when the run is decided.
 
-    A shortage of memory leads to the next retry, a divergence to the plan's fallback in a wider precision, each begun once and
-    never in a precision that diverged. What was interrupted or failed in an earlier start of the run is made again; what
-    failed in this start is not.
+    A shortage of memory, met or predicted, leads to the next retry, a divergence to the plan's fallback in a wider precision,
+    each begun once and never in a precision that diverged. What was interrupted or failed in an earlier start of the run is
+    made again; what failed in this start is not.
     """
     if not finished:
         return plan.attempts[0]
@@ -21,7 +23,7 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
     diverged = {done.attempt.precision.label for done in finished if done.outcome.status == "diverged"}
     left = [attempt for attempt in plan.attempts if attempt.number not in begun and attempt.precision.label not in diverged]
     chosen: list[Attempt] = []
-    if status == "out_of_memory":
+    if status in SHORT:
         chosen = [attempt for attempt in left if attempt.label == "retry"]
     elif status == "diverged" and not (last.outcome.failure and last.outcome.failure.error_type == NothingLearned.__name__):
         chosen = [attempt for attempt in left if attempt.label == "fallback" and attempt.precision.label in WIDER[label]]
@@ -51,7 +53,7 @@ def _fitted(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Par
 
 def _smaller_rollout(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Params) -> tuple[MemoryLevers, list[str]]:
     # derived from the plan, never from the last attempt, so that nothing shrinks again and again
-    short = [(done.attempt.levers, done.outcome.failure) for done in finished if done.outcome.status == "out_of_memory"]
+    short = [(done.attempt.levers, done.outcome.failure) for done in finished if done.outcome.status in SHORT]
     failed = [_chunk(levers) for levers, failure in short if failure and failure.phase == "rollout"]
     if not failed:
         return attempt.levers, []
