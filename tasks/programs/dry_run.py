@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tasks.memory import PeakRequest, TensorBytes
 from tasks.programs.grpo import cast_copy
-from tasks.programs.half_precision import fast_fp16_matmul
+from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
 from tasks.records import Phase
 
 
@@ -111,11 +111,17 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         if request.levers.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = _with_states(model, ledger)
+        ledger.peaks.clear()
         with torch.no_grad():
             cache_elements = _rollout(model, request, ledger)
         model.train()
-        for _ in range(min(request.levers.gradient_accumulation_steps, 2)):
-            _micro_batch(model, request, ledger)
+        ledger.enter("forward")
+        if request.levers.gradient_accumulation_steps > 1:
+            # as the micro-batch before leaves them
+            for weight in model.parameters():
+                weight.grad = torch.empty_like(weight)
+                ledger.mark([weight.grad], "gradients")
+        _micro_batch(model, request, ledger)
         ledger.enter("optimizer")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -151,6 +157,7 @@ def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> in
         with _counted_as(ledger, "rollout_weights"):
             policy = cast_copy(model, dtype)
     policy.eval()
+    hook = read_head_once(policy)
     rows = min(request.levers.rollout_batch_size or request.levers.effective_batch_size, request.levers.effective_batch_size)
     cache = _MarkedCache(ledger, model.config)
     scores = _scores(policy, rows, request.prompt_length, 0, cache)
@@ -166,6 +173,7 @@ def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> in
     (following / 1.0).logsumexp(dim=-1)
     torch.softmax(following, dim=-1)
     del scores
+    hook.remove()
     return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
 
@@ -177,7 +185,6 @@ def _scores(policy: PreTrainedModel, rows: int, tokens: int, before: int, cache:
 
 
 def _micro_batch(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> None:
-    ledger.enter("forward")
     ids = torch.zeros(request.levers.per_device_train_batch_size, request.prompt_length + request.completion_length, dtype=torch.long)
     labels = ids.clone()
     labels[:, : request.prompt_length] = -100
