@@ -59,10 +59,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]
         for tensor in tensors:
             self._hold(tensor, category)
             key = id(tensor.untyped_storage())
-            known, size = self._held.get(key, (category, 0))
-            self._live[known] -= size
-            self._live[category] += size
-            self._held[key] = (category, size)
+            if key in self._held:
+                known, size = self._held[key]
+                self._live[known] -= size
+                self._live[category] += size
+                self._held[key] = (category, size)
 
     def _hold(self, tensor: torch.Tensor, category: str) -> None:
         storage = tensor.untyped_storage()
