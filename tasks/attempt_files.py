@@ -29,9 +29,3 @@ def read_steps(attempt_dir: Path) -> list[dict[str, float]]:
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     return [{"step": float(entry["step"]), **entry["metrics"]} for entry in map(json.loads, lines)]
-
-
-def last_step(attempt_dir: Path) -> int:
-    """Return the last step an attempt wrote, 0 if none."""
-    steps = read_steps(attempt_dir)
-    return int(steps[-1]["step"]) if steps else 0

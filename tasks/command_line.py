@@ -24,7 +24,6 @@ from tasks.report import plan_text
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, held_run
 
-STOPPED = 130
 DEFAULT_PARAMS = "params/retrain.yaml"
 EXAMPLES = """\
 examples:
@@ -50,23 +49,24 @@ def main(flow: Callable[..., RunRecord], arguments: list[str] | None = None) -> 
         return error.exit_code
     except KeyboardInterrupt:
         print(f"\n{_stopped_text()}", file=sys.stderr)
-        return STOPPED
+        return 130
 
 
 def _run(flow: Callable[..., RunRecord], asked: argparse.Namespace) -> int:
-    overrides = list(asked.overrides)
     if asked.resume and asked.params:
         raise RefusedInput(f"--resume {asked.resume} keeps the run's own params; leave out --params {asked.params}")
     file = asked.params or DEFAULT_PARAMS
-    params = resolve_params(file, None, None, None, None, None, overrides, asked.resume)
+    params = resolve_params(file, None, None, None, None, None, asked.overrides, asked.resume)
     if asked.plan:
         hardware, plan = _plan(params)
         print(plan.model_dump_json(indent=2) if asked.json else plan_text(hardware, plan))
         return 0
-    _hush_tracebacks()
+    # a message of ours says all; any other exception keeps its traceback
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
+        logging.getLogger(name).addFilter(_without_traceback)
     run_in_own_session()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    record = flow(params=file, overrides=overrides, resume=asked.resume)
+    record = flow(params=file, overrides=asked.overrides, resume=asked.resume)
     summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
     print(record.model_dump_json(indent=2) if asked.json else f"\n{summary}", end="")
     return 0
@@ -91,16 +91,9 @@ def _stopped_text() -> str:
     return f"stopped{at}; kept {kept} in runs/{folder.name}\ngo on with: python -m flows.retrain --resume {folder.name}"
 
 
-def _hush_tracebacks() -> None:
-    # a message of ours says all; any other exception keeps its traceback
-    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logging.getLogger(name).addFilter(_without_traceback)
-
-
 def _without_traceback(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], HalfstepError | KeyboardInterrupt):
-        record.exc_info = None
-        record.exc_text = None
+        record.exc_info = record.exc_text = None
     return True
 
 

@@ -5,7 +5,6 @@ HalfstepError            1    something failed; the message says what and where 
 ├── NothingFitted        3    no attempt of the plan fitted in memory
 ├── Diverged             4    training produced numbers that mean nothing
 │   └── NothingLearned   4    no group of completions differed in reward, in any precision
-├── Stopped            130    a person or the machine stopped the run
 ├── AttemptFailed        1    a training attempt ended for another reason than memory
 ├── ScorerFailed         1    a reward function raised or returned what is no list of finite numbers
 └── ProgramFailed        1    a child program other than training ended without a result
@@ -40,12 +39,6 @@ class Diverged(HalfstepError):
 
 class NothingLearned(Diverged):
     """No reward told one completion from another: another precision would not change that."""
-
-
-class Stopped(HalfstepError):
-    """The run was interrupted; the message says what was kept and how to go on."""
-
-    exit_code = 130
 
 
 class AttemptFailed(HalfstepError):

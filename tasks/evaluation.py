@@ -11,11 +11,10 @@ from prefect.logging import get_run_logger
 from pydantic import ValidationError
 
 from tasks.errors import HalfstepError
-from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.files import read_record, write_record
 from tasks.params import BUILT_IN_SCORERS, Params
 from tasks.places import STATE_DIR
-from tasks.program_request import ask_program
+from tasks.program_request import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
 from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
 from tasks.report import evaluation_text
 from tasks.versioning.inputs import input_key
@@ -57,7 +56,17 @@ def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Par
         num_gained=num_gained,
         num_lost=num_lost,
         p_value=exact_mcnemar(num_gained, num_lost),
-        samples=tuple(_sample(*pairs[index]) for index in spread(len(pairs), params.evaluation.num_samples)),
+        samples=tuple(
+            SampledCompletion(
+                prompt=before.question,
+                expected=before.expected,
+                before=before.completion,
+                after=after.completion,
+                score_before=before.score,
+                score_after=after.score,
+            )
+            for before, after in (pairs[index] for index in spread(len(pairs), params.evaluation.num_samples))
+        ),
     )
 
 
@@ -95,17 +104,6 @@ def spread(num_problems: int, num_samples: int) -> list[int]:
     """Return indices spread evenly over the problems, the same in every run."""
     count = min(num_samples, num_problems)
     return [index * num_problems // count for index in range(count)]
-
-
-def _sample(before: ScoredAnswer, after: ScoredAnswer) -> SampledCompletion:
-    return SampledCompletion(
-        prompt=before.question,
-        expected=before.expected,
-        before=before.completion,
-        after=after.completion,
-        score_before=before.score,
-        score_after=after.score,
-    )
 
 
 def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path) -> EvaluationRequest:

@@ -87,7 +87,9 @@ def _xpu(device: DeviceFacts) -> Formats:
     if device.has_fp16 is False:
         fp16 = FormatSupport(level=Support.none, fact=f"{device.name} reports has_fp16 = false")
     else:
-        fp16 = _native(f"{device.name} reports has_fp16")
+        fp16 = _native(
+            f"{device.name} " + ("reports has_fp16" if device.has_fp16 else "reports nothing against fp16, which Intel GPUs have")
+        )
     if device.has_bf16:
         return Formats(_native(f"{device.name} reports bf16 conversions or matrix units"), fp16)
     if INTEL_WITH_XMX.search(device.name):

@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import Field
 
+from tasks.memory import MB
 from tasks.records import Record
 
-MB = 2**20
 # cgroup v1 writes "no limit" as the largest multiple of a page that fits a signed 64-bit number
 NO_LIMIT_BYTES = 2**60
 # by controller, then by the kind of mount: v2 and v1
@@ -143,9 +143,7 @@ def _read_limit(file: Path) -> CgroupLimit | None:
 
 def cgroup_oom_kills(proc_dir: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for memory in this process's own memory cgroup, 0 if unknown."""
-    for limit in limit_files("memory", proc_dir)[:1]:
-        for file in (limit.with_name("memory.events"), limit.with_name("memory.oom_control")):
-            if file.is_file():
-                counters = dict(line.split() for line in file.read_text().splitlines())
-                return int(counters["oom_kill"]) if "oom_kill" in counters else 0
-    return 0
+    own = limit_files("memory", proc_dir)[:1]
+    files = [limit.with_name(name) for limit in own for name in ("memory.events", "memory.oom_control")]
+    lines = next((file.read_text().splitlines() for file in files if file.is_file()), [])
+    return int(dict(line.split() for line in lines).get("oom_kill", 0))

@@ -3,7 +3,7 @@
 from tasks.errors import NothingLearned
 from tasks.objectives import WIDER
 from tasks.params import Params
-from tasks.records import Attempt, FinishedAttempt, MemoryLevers, PrecisionPlan
+from tasks.records import Attempt, FinishedAttempt, MemoryLevers, PrecisionPlan, Status
 
 SHORT = ("out_of_memory", "skipped")
 
@@ -12,8 +12,8 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
     """Return the attempt to make next, fitted to what came before it; None when the run is decided.
 
     A shortage of memory, met or predicted, leads to the next retry, a divergence to the plan's fallback in a wider precision,
-    each begun once and never in a precision that diverged. What was interrupted or failed in an earlier start of the run is
-    made again; what failed in this start is not.
+    each begun once. After a divergence nothing runs in a precision that diverged or in a narrower one: a retry then takes the
+    fallback's. What was interrupted or failed in an earlier start of the run is made again; what failed in this start is not.
     """
     if not finished:
         return plan.attempts[0]
@@ -21,15 +21,29 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
     status, number, label = last.outcome.status, last.attempt.number, last.attempt.precision.label
     begun = {done.attempt.number for done in finished}
     diverged = {done.attempt.precision.label for done in finished if done.outcome.status == "diverged"}
-    left = [attempt for attempt in plan.attempts if attempt.number not in begun and attempt.precision.label not in diverged]
+    left = [attempt for attempt in plan.attempts if attempt.number not in begun]
     chosen: list[Attempt] = []
     if status in SHORT:
-        chosen = [attempt for attempt in left if attempt.label == "retry"]
+        chosen = [_widened(attempt, last.attempt, diverged) for attempt in left if attempt.label == "retry"]
     elif status == "diverged" and not (last.outcome.failure and last.outcome.failure.error_type == NothingLearned.__name__):
-        chosen = [attempt for attempt in left if attempt.label == "fallback" and attempt.precision.label in WIDER[label]]
+        wider = [attempt for attempt in left if attempt.label == "fallback" and attempt.precision.label in WIDER[label]]
+        chosen = [attempt for attempt in wider if attempt.precision.label not in diverged]
     elif status != "succeeded" and last.in_earlier_start:
         chosen = [attempt for attempt in plan.attempts if attempt.number == number]
     return _fitted(chosen[0], finished, params) if chosen else None
+
+
+def run_status(finished: tuple[FinishedAttempt, ...]) -> Status:
+    """Return how a run ended: a divergence counts also when what followed it did not fit in memory."""
+    last = finished[-1].outcome.status
+    return "diverged" if last in SHORT and any(done.outcome.status == "diverged" for done in finished) else last
+
+
+def _widened(retry: Attempt, last: Attempt, diverged: set[str]) -> Attempt:
+    if all(retry.precision.label in WIDER[label] for label in diverged):
+        return retry
+    reason = f"{retry.reason}. In {last.precision.label} instead, since the run diverged in {' and '.join(sorted(diverged))}"
+    return retry.model_copy(update={"precision": last.precision, "rehearsal": last.rehearsal, "reason": reason})
 
 
 def _fitted(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Params) -> Attempt:

@@ -9,10 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from tasks.errors import RefusedInput
 
 PrecisionMode = Literal["auto", "bf16", "fp16", "fp32"]
+RolloutDtype = Literal["auto", "float32", "bfloat16", "float16"]
 BUILT_IN_SCORERS = ("reasoning_gym", "byte_share")
 Scalar = str | int | float | bool
 Megabytes = Annotated[float, Field(gt=0)]
@@ -42,15 +44,13 @@ class PrecisionParams(Section):
     )
     grad_scaler: Literal["auto"] | bool = Field("auto", description="auto: live in fp16, absent otherwise; a contradiction is refused")
     allow_emulated: bool = Field(False, description="let a CPU rehearse a precision that it only emulates; never on an accelerator")
-    init_scale: float = Field(65536.0, gt=0, description="first loss scale of the grad scaler")
+    init_scale: float = Field(65536.0, ge=1, le=1e30, description="first loss scale of the grad scaler")
     growth_interval: int = Field(20, ge=1, description="steps without overflow before the scale grows; short, since RL runs are short")
     growth_factor: float = Field(2.0, gt=1, description="the loss scale is multiplied by this after growth_interval good steps")
     backoff_factor: float = Field(0.5, gt=0, lt=1, description="the loss scale is multiplied by this after an overflow")
     max_consecutive_skips: int = Field(10, ge=1, description="skipped optimizer steps in a row that count as divergence")
     lm_head_fp32: bool = Field(False, description="compute the language-model head in fp32, in training and in the rollout")
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of the weights that sample; auto: the one that training computes in"
-    )
+    rollout_dtype: RolloutDtype = Field("auto", description="dtype of the weights that sample; auto: the one that training computes in")
     on_divergence: Literal["stop", "next"] = Field(
         "stop", description="next: go on in the next precision from the last good training state"
     )
@@ -233,7 +233,15 @@ def load_params(path: Path, overrides: tuple[str, ...] = ()) -> Params:
     Raises:
         RefusedInput: one message that lists every fault with its path, value and what is allowed.
     """
-    tree = _read_mapping(path)
+    if not path.is_file():
+        known = ", ".join(sorted(str(other) for other in path.parent.glob("*.yaml"))) or "none"
+        raise RefusedInput(f"params file {path} does not exist; files there: {known}")
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # noqa: S506, a SafeLoader
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RefusedInput(f"params file {path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise RefusedInput(f"params file {path} must hold a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
     return parse_params(tree, str(path))
@@ -244,7 +252,7 @@ def parse_params(tree: dict[str, Any], origin: str) -> Params:
     try:
         return Params.model_validate(tree)
     except ValidationError as error:
-        faults = "\n".join(f"  {line}" for line in _faults(error))
+        faults = "\n".join(f"  {_fault(details)}" for details in error.errors(include_url=False))
         raise RefusedInput(f"{origin}: {error.error_count()} value(s) refused\n{faults}") from None
 
 
@@ -257,19 +265,6 @@ class _UniqueKeys(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands there twice", node.start_mark)
         return super().construct_mapping(node, deep)
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        known = ", ".join(sorted(str(other) for other in path.parent.glob("*.yaml"))) or "none"
-        raise RefusedInput(f"params file {path} does not exist; files there: {known}")
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # noqa: S506, a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RefusedInput(f"params file {path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise RefusedInput(f"params file {path} must hold a mapping of sections, found {type(tree).__name__}")
-    return tree
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -290,27 +285,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def _faults(error: ValidationError) -> list[str]:
-    return [_fault(item["type"], _location(item["loc"]), item["msg"], item["input"]) for item in error.errors(include_url=False)]
-
-
-def _location(loc: tuple[str | int, ...]) -> str:
+def _fault(details: ErrorDetails) -> str:
     # pydantic names the chosen member of a union inside the path; people never wrote it
     tags = {"smollm2-135m-instruct", "scratch", "reasoning_gym", "byte_prompts"}
-    return ".".join(str(part) for part in loc if part not in tags) or "(whole file)"
-
-
-def _fault(kind: str, location: str, message: str, value: object) -> str:
-    if kind == "extra_forbidden":
+    parts = [str(part) for part in details["loc"] if part not in tags]
+    location = ".".join(part for part in parts if part != "bool" and not part.startswith("literal[")) or "(whole file)"
+    if details["type"] == "extra_forbidden":
         return f"{location}: unknown key{_nearest(location)}"
-    message = message.removeprefix("Value error, ")
-    if isinstance(value, dict | BaseModel):
-        return f"{location}: {message}"
-    return f"{location}: {message}, found {value!r}"
+    found = "" if isinstance(details["input"], dict | BaseModel) else f", found {details['input']!r}"
+    return f"{location}: {details['msg'].removeprefix('Value error, ')}{found}"
 
 
 def _nearest(location: str) -> str:
-    known = known_keys()
+    known = [path for path, _ in described_fields()]
     near = difflib.get_close_matches(location, known, n=1)
     section = location.rpartition(".")[0]
     inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
@@ -318,22 +305,13 @@ def _nearest(location: str) -> str:
     return f"{hint} (known here: {', '.join(inside)})" if inside else hint
 
 
-def known_keys() -> list[str]:
-    """Return the dotted path of every field."""
-    return [path for path, _ in described_fields()]
-
-
-def described_fields() -> list[tuple[str, str]]:
+def described_fields(model: type[BaseModel] = Params, prefix: str = "") -> list[tuple[str, str]]:
     """Return (dotted path, description with default) of every field, in order."""
-    return _described(Params, "")
-
-
-def _described(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
     rows: dict[str, str] = {}
     for name, field in model.model_fields.items():
         sections = [kind for kind in _members(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
         if sections and not str(field.annotation).startswith("tuple"):
-            rows.update(row for section in sections for row in _described(section, f"{prefix}{name}."))
+            rows.update(row for section in sections for row in described_fields(section, f"{prefix}{name}."))
         else:
             default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)})"
             rows.setdefault(f"{prefix}{name}", f"{field.description}{default}")

@@ -49,7 +49,10 @@ def plan_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
     attempts = _attempts(hardware, params)
     parts = [attempts[0].reason]
     end = "precision.on_divergence is 'stop'" if params.precision.on_divergence == "stop" else "nothing is wider than fp32"
-    for kind, event, none in (("retry", "a shortage of memory", "memory.retries is empty"), ("fallback", "a divergence", end)):
+    narrow = [item.precision.label for item in attempts if WIDER[item.precision.label]]
+    named = narrow and params.precision.on_divergence == "next"
+    divergence = f"a divergence in {' or '.join(dict.fromkeys(narrow))}" if named else "a divergence"
+    for kind, event, none in (("retry", "a shortage of memory", "memory.retries is empty"), ("fallback", divergence, end)):
         names = [f"{item.name} (a rehearsal)" if item.rehearsal else item.name for item in attempts if item.label == kind]
         parts.append(f"After {event}: {', then '.join(names) or f'stop, {none}'}")
     ruled_out = tuple(

@@ -1,14 +1,24 @@
-"""Say how far training is and when it will end, from the metrics file as it grows."""
+"""Say how far training is and when it will end, from the metrics file as it grows; draw what a run's attempts wrote."""
 
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from tasks.attempt_files import read_steps
+from tasks.records import FinishedAttempt
 from tasks.warning_signs import warning_signs
 
 SHOWN_EVERY_SECONDS = 5.0
+READ_EVERY_SECONDS = 1.0
+PANELS = (
+    ("reward", "mean reward"),
+    ("grad_norm", "gradient norm, before clipping"),
+    ("step_time_ms", "ms a step"),
+    ("peak_memory_mb", "peak memory, MB"),
+)
 
 
 class TrainingProgress:
@@ -26,6 +36,7 @@ class TrainingProgress:
         """Look for new steps and tell about the newest; `final` waits for nothing."""
         if not final and time.monotonic() < self._next_time:
             return
+        self._next_time = time.monotonic() + READ_EVERY_SECONDS
         steps = read_steps(self._attempt_dir)
         for sign in warning_signs(steps):
             if sign.name not in self._warned:
@@ -59,3 +70,34 @@ def duration(time_left: timedelta) -> str:
         return f"{seconds} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def joined_steps(finished: tuple[FinishedAttempt, ...]) -> list[dict[str, float]]:
+    """Return the metrics of each step that counts, oldest first.
+
+    An attempt replaces what earlier ones did after the training state that it went on from.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for done in finished:
+        own = {int(step["step"]): step for step in read_steps(done.attempt_dir)}
+        if own:
+            steps = {number: step for number, step in steps.items() if number < min(own)} | own
+    return [steps[number] for number in sorted(steps)]
+
+
+def draw_curves(finished: tuple[FinishedAttempt, ...], title: str, path: Path) -> Path:
+    """Draw reward, gradient norm, step time and peak memory of every attempt to a PNG."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True).flatten()
+    for axis, (name, label) in zip(axes, PANELS, strict=True):
+        for done in finished:
+            rows = [step for step in read_steps(done.attempt_dir) if name in step]
+            axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label=done.attempt.name)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    for axis in axes[2:]:
+        axis.set_xlabel("optimizer step")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    return path

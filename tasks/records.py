@@ -14,7 +14,7 @@ WeightsDtype = Literal["float32", "bfloat16", "float16"]
 DeviceType = Literal["cuda", "rocm", "xpu", "mps", "npu", "cpu"]
 Phase = Literal["load", "rollout", "forward", "backward", "optimizer", "save"]
 ShortageKind = Literal["device", "host", "fragmentation"]
-
+Status = Literal["succeeded", "skipped", "out_of_memory", "diverged", "failed", "cancelled"]
 AUTOCAST_DTYPE: dict[MixedPrecision, WeightsDtype] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -75,9 +75,8 @@ class Precision(Record):
         if self.mixed_precision == "fp16" and not self.grad_scaler:
             raise ValueError("fp16 without a grad scaler loses small gradients to underflow; set precision.grad_scaler to 'auto'")
         if self.mixed_precision != "fp16" and self.grad_scaler:
-            raise ValueError(
-                f"a grad scaler has no use in {self.label}: its range is that of fp32; set precision.grad_scaler to 'auto' or false"
-            )
+            remedy = "set precision.grad_scaler to 'auto' or false"
+            raise ValueError(f"a grad scaler has no use in {self.label}: its range is that of fp32; {remedy}")
         if self.weights_dtype == "float16":
             raise ValueError("trainable weights in float16 cannot be unscaled by a grad scaler; keep them in float32")
         return self
@@ -220,9 +219,6 @@ class TrainingWarning(Record):
     name: str = Field(description="such as 'clipped_completions'; a tag in MLflow")
     step: int = Field(description="optimizer step at which it was first seen")
     message: str
-
-
-Status = Literal["succeeded", "skipped", "out_of_memory", "diverged", "failed", "cancelled"]
 
 
 class Outcome(Record):

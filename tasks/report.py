@@ -3,17 +3,7 @@
 import textwrap
 
 from tasks.memory import MB
-from tasks.records import (
-    Accuracy,
-    ArtifactVersion,
-    Evaluation,
-    FinishedAttempt,
-    Hardware,
-    MemoryLevers,
-    MemoryPrediction,
-    PrecisionPlan,
-    RunRecord,
-)
+from tasks.records import Evaluation, FinishedAttempt, Hardware, MemoryLevers, MemoryPrediction, PrecisionPlan, RunRecord
 
 
 def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
@@ -82,7 +72,8 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
         speed = f"{outcome.tokens_per_second:.0f} tokens/s, {outcome.step_time_ms / 1000:.2f} s a step"
         lines.append(f"  cost        peak {outcome.peak_memory_bytes / MB:.0f} MB, {speed} (medians)")
     if record.checkpoint:
-        lines.append(f"  checkpoint  {checkpoint_text(record.checkpoint)}")
+        version, restore = record.checkpoint, f"python -m tasks.versioning restore {record.checkpoint.dvc_hash} DIR"
+        lines.append(f"  checkpoint  {version.path} ({version.size_bytes / MB:.0f} MB); restore with {restore}")
     lines += [f"  warning     step {item.step}, {item.name}: {item.message}" for item in outcome.warnings]
     lines.append(f"  MLflow      make ui, run {record.tracking_run_id}")
     return "\n".join(lines)
@@ -114,18 +105,8 @@ def attempt_text(done: FinishedAttempt) -> str:
 
 
 def evaluation_text(evaluation: Evaluation) -> str:
-    """Return base against tuned in one line."""
+    """Return base against tuned, with their 95 % intervals, in one line."""
     change = f"{evaluation.num_gained} gained, {evaluation.num_lost} lost, p = {evaluation.p_value:.2g} (exact McNemar)"
     of = f"of {evaluation.base.num_problems} held-out problems"
-    return f"{accuracy_text(evaluation.base)} -> {accuracy_text(evaluation.tuned)} {of}; {change}"
-
-
-def accuracy_text(accuracy: Accuracy) -> str:
-    """Return an accuracy with its 95 % interval."""
-    return f"{100 * accuracy.share:.1f} % [{100 * accuracy.low:.1f}, {100 * accuracy.high:.1f}]"
-
-
-def checkpoint_text(version: ArtifactVersion) -> str:
-    """Return where a versioned folder is and how it comes back."""
-    restore = f"python -m tasks.versioning restore {version.dvc_hash} DIR"
-    return f"{version.path} ({version.size_bytes / MB:.0f} MB); restore with {restore}"
+    base, tuned = (f"{100 * it.share:.1f} % [{100 * it.low:.1f}, {100 * it.high:.1f}]" for it in (evaluation.base, evaluation.tuned))
+    return f"{base} -> {tuned} {of}; {change}"

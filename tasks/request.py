@@ -7,7 +7,7 @@ from tasks.errors import RefusedInput
 from tasks.params import Params, PrecisionMode, load_params
 from tasks.places import PROJECT_DIR
 from tasks.records import Hardware
-from tasks.run_folder import find_run, run_params
+from tasks.run_folder import PARAMS_FILE, find_run
 
 
 def resolve_params(
@@ -34,16 +34,11 @@ def resolve_params(
     }
     asked = (*(f"{key}={value}" for key, value in named.items() if value is not None), *(overrides or ()))
     if resume is None:
-        return load_params(_from_root(params), asked)
+        # a deployment's flow runs elsewhere than its caller; messages stay short where they can
+        return load_params(Path(params) if Path(params).exists() else PROJECT_DIR / params, asked)
     if asked:
         raise RefusedInput(f"a resumed run keeps its own params; leave out {', '.join(asked)}, or start a new run without resume")
-    return run_params(find_run(resume))
-
-
-def _from_root(path: str) -> Path:
-    given = Path(path)
-    # a deployment's flow runs elsewhere than its caller; messages stay short where they can
-    return given if given.is_absolute() or given.exists() else (PROJECT_DIR / given)
+    return load_params(find_run(resume).run_dir / PARAMS_FILE)
 
 
 def check_engine(hardware: Hardware, params: Params) -> None:

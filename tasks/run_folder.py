@@ -13,10 +13,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from tasks.attempt_files import last_step, last_training_state
+from tasks.attempt_files import last_training_state, read_steps
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_aside, write_record
-from tasks.params import Params, parse_params
+from tasks.params import Params
 from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
 from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
 
@@ -82,19 +82,12 @@ def find_run(name: str) -> RunFolder:
     return read_record(run_dir / "run_folder.json", RunFolder)
 
 
-def run_params(folder: RunFolder) -> Params:
-    """Return the resolved params a run was started with."""
-    path = folder.run_dir / PARAMS_FILE
-    return parse_params(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
-
-
 def earlier_attempts(folder: RunFolder) -> tuple[FinishedAttempt, ...]:
     """Return the attempts a run has made so far, oldest first; one that left no outcome counts as cancelled."""
     paths = sorted(folder.run_dir.glob("*/attempt.json"), key=lambda path: path.stat().st_mtime_ns)
-    jobs = [read_record(path, TrainingJob) for path in paths]
     return tuple(
         FinishedAttempt(attempt=job.attempt, outcome=interrupted_outcome(job), attempt_dir=job.attempt_dir, in_earlier_start=True)
-        for job in jobs
+        for job in (read_record(path, TrainingJob) for path in paths)
     )
 
 
@@ -103,9 +96,10 @@ def interrupted_outcome(job: TrainingJob) -> Outcome:
     path = job.attempt_dir / "outcome.json"
     if path.is_file():
         return read_record(path, Outcome)
+    steps = read_steps(job.attempt_dir)
     return Outcome(
         status="cancelled",
-        steps_done=last_step(job.attempt_dir),
+        steps_done=int(steps[-1]["step"]) if steps else 0,
         total_steps=Params.model_validate(job.params).training.max_steps,
         last_state_dir=last_training_state(job.attempt_dir) or job.attempt.resume_from,
         failure=Failure(phase=None, error_type="ProcessDied", message="the attempt was interrupted and left no outcome"),

@@ -11,12 +11,12 @@ from prefect.flows import Flow, FlowStateHook
 from prefect.logging import get_logger, get_run_logger
 
 from tasks.attempt_log import deliver, remembered_run
-from tasks.curves import draw_curves, joined_steps
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
+from tasks.next_attempt import run_status
 from tasks.params import Params
 from tasks.places import STATE_DIR
-from tasks.progress import duration
+from tasks.progress import draw_curves, duration, joined_steps
 from tasks.records import (
     ArtifactVersion,
     Evaluation,
@@ -76,7 +76,7 @@ def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
     return RunRecord(
         run_name=setting.run.name,
         started_at=setting.run.started_at,
-        status=finished[-1].outcome.status,
+        status=run_status(finished),
         hardware=setting.hardware,
         plan=setting.plan,
         params=params.model_dump(mode="json"),

@@ -13,18 +13,11 @@ from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, 
 from tasks.files import write_record
 from tasks.host_memory import cgroup_oom_kills
 from tasks.memory import MB
+from tasks.next_attempt import run_status
 from tasks.params import Params
 from tasks.processes import ProgramExit, run_program
 from tasks.progress import TrainingProgress
-from tasks.records import (
-    Attempt,
-    Failure,
-    FinishedAttempt,
-    Hardware,
-    Outcome,
-    RunSetting,
-    TrainingJob,
-)
+from tasks.records import Attempt, Failure, FinishedAttempt, Hardware, Outcome, RunSetting, TrainingJob
 from tasks.report import attempt_text, prediction_text
 from tasks.run_folder import interrupted_outcome
 
@@ -118,15 +111,16 @@ def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
 def _used_up(finished: tuple[FinishedAttempt, ...], log: str) -> HalfstepError:
     failure = finished[-1].outcome.failure
     if failure and failure.error_type == NothingLearned.__name__:
-        remedy = "Another precision would not change that: ease the problems, or raise training.num_generations or training.temperature."
+        remedy = "Another precision would not change that: look at what the scorer returns, ease the problems, or sample more widely"
+        remedy += " (training.num_generations, training.temperature)."
         return NothingLearned(f"{failure.message}. {remedy}\n{log}")
     diverged = [done for done in finished if done.outcome.status == "diverged"]
     tried = "\n".join(f"  {attempt_text(done)}{_cause(done)}" for done in finished)
-    if not diverged:
+    if run_status(finished) != "diverged":
         remedy = "Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps)."
         return NothingFitted(f"no attempt of the plan fitted in memory ({len(finished)} tried):\n{tried}\n{remedy}\n{log}")
     labels = " and ".join(dict.fromkeys(done.attempt.precision.label for done in diverged))
-    wider = "Set precision.on_divergence=next to go on in a wider precision, or lower training.learning_rate."
+    wider = "Start again with precision.on_divergence=next, which goes on in a wider precision, or with a lower training.learning_rate."
     if any(done.attempt.label == "fallback" for done in finished):
         wider = "Give memory.retries an entry with precision fp32 and a larger micro_batch_divisor, or lower training.learning_rate."
     if "fp32" in labels:

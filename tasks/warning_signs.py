@@ -12,10 +12,7 @@ _SIGNS: dict[str, tuple[Callable[[Step], bool], str]] = {
         lambda step: step.get("completions/clipped_ratio") == 1.0,
         "every completion was cut at training.max_completion_length, so none was rewarded for its end",
     ),
-    "no_signal": (
-        lambda step: step.get("frac_reward_zero_std") == 1.0,
-        "no group's completions differed in reward: nothing to learn from",
-    ),
+    "no_signal": (lambda step: step.get("frac_reward_zero_std") == 1.0, "no group's completions differed in reward: nothing to learn from"),
     "skipped_steps": (lambda step: step.get("step_skipped") == 1.0, "the optimizer step was skipped for non-finite gradients"),
     "loss_scale_collapsed": (
         lambda step: step.get("loss_scale", COLLAPSED_SCALE) < COLLAPSED_SCALE,

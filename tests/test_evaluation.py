@@ -9,10 +9,9 @@ from scipy import stats
 from tasks import evaluation
 from tasks.errors import HalfstepError
 from tasks.evaluation import compare, evaluate, exact_mcnemar, spread, wilson_interval
-from tasks.evaluation_files import EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.files import read_record
 from tasks.params import Params
-from tasks.program_request import REQUEST_FILE
+from tasks.program_request import REQUEST_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.records import (
     ArtifactVersion,
     Attempt,

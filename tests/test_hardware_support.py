@@ -187,7 +187,7 @@ def test_h6_the_weaker_decides_each_format_whatever_the_order() -> None:
 
 
 def test_a_torch_build_without_kernels_for_the_device_is_refused_with_the_remedy() -> None:
-    with pytest.raises(RefusedInput, match=r"Tesla P100.*6\.0.*2\.10\.0\+cu128.*sm_70.*CUDA_VISIBLE_DEVICES=''"):
+    with pytest.raises(RefusedInput, match=r"Tesla P100.*6\.0.*2\.10\.0\+cu128.*sm_70.*train on the CPU with CUDA_VISIBLE_DEVICES=$"):
         hardware_of("tesla_p100_kernels_missing")
     facts = facts_of("tesla_t4")
     judge(facts.model_copy(update={"torch_arches": ("sm_70",)}))
@@ -199,3 +199,18 @@ def test_a_torch_build_without_kernels_for_the_device_is_refused_with_the_remedy
     judge(mi25.model_copy(update={"torch_arches": ("gfx9-generic",)}))
     with pytest.raises(RefusedInput, match="gfx900, but torch"):
         judge(mi25.model_copy(update={"torch_arches": ("gfx90a", "gfx1100")}))
+
+
+def test_of_unlike_devices_the_fact_is_that_of_the_device_it_names() -> None:
+    for name, chosen, capability in (
+        ("unlike_rtx_3060_and_full_4090", "RTX 3060", "8.6"),
+        ("unlike_rtx_2080_and_k20m", "K20m", "3.5"),
+    ):
+        hardware = hardware_of(name)
+        assert chosen in hardware.device_name
+        assert capability in hardware.bf16.fact and capability in hardware.fp16.fact
+
+
+def test_a_device_without_kernels_is_hidden_and_the_others_are_kept() -> None:
+    with pytest.raises(RefusedInput, match=r"CUDA_VISIBLE_DEVICES=\d+(,\d+)*$"):
+        hardware_of("unlike_5090_4090_3090_kernels_missing")

@@ -3,7 +3,7 @@
 from itertools import product
 from pathlib import Path
 
-from tasks.next_attempt import next_attempt
+from tasks.next_attempt import next_attempt, run_status
 from tasks.params import Params
 from tasks.precision import plan_precision
 from tasks.records import Attempt, Failure, FinishedAttempt, Outcome, PrecisionPlan
@@ -125,12 +125,28 @@ def test_a_fallback_after_a_shortage_keeps_the_levers_that_fitted() -> None:
     assert "2-retry-fp16 diverged, whose levers are kept" in fallback.reason
 
 
-def test_a_fallback_that_runs_short_is_answered_by_a_retry_in_no_precision_that_diverged() -> None:
+def test_a_fallback_that_runs_short_is_answered_by_a_retrys_levers_in_the_fallbacks_precision() -> None:
     params = params_with([{"precision": "bf16"}, {"precision": "fp16"}], on_divergence="next")
-    retry = after(plan("mi300x", params), params, "diverged", "backward")
-    assert retry and retry.name == "3-retry-fp16"
-    only = params_with([{"precision": "bf16"}], on_divergence="next")
-    assert after(plan("mi300x", only), only, "diverged", "backward") is None
+    made = plan("mi300x", params)
+    first, second = after(made, params, "diverged", "backward"), after(made, params, "diverged", "backward", "backward")
+    assert first and second
+    # bf16 diverged: neither it nor fp16, which is narrower, is tried
+    assert [first.name, second.name] == ["2-retry-fp32", "3-retry-fp32"]
+    assert first.levers.per_device_train_batch_size == 4 and first.levers.gradient_checkpointing
+    assert "In fp32 instead, since the run diverged in bf16" in first.reason
+    assert not first.precision.grad_scaler
+    assert after(made, params, "diverged", "backward", "backward", "backward") is None
+
+
+def test_a_run_that_diverged_and_then_did_not_fit_ended_by_the_divergence() -> None:
+    first, retry = plan("mi300x").attempts
+    short, diverged = ended(first, "out_of_memory"), ended(retry, "diverged")
+    assert [run_status(ends) for ends in ((short,), (short, diverged), (diverged, short), (short, ended(retry, "succeeded")))] == [
+        "out_of_memory",
+        "diverged",
+        "diverged",
+        "succeeded",
+    ]
 
 
 def test_a_resumed_run_makes_again_what_was_cut_off_from_its_state_in_a_folder_of_its_own() -> None:

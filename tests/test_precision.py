@@ -189,7 +189,7 @@ def test_fallbacks_come_last_and_only_when_asked_for() -> None:
     plan = plan_precision(hardware_of("mi300x"), params_with(on_divergence="next"))
     assert [item.name for item in plan.attempts] == ["1-baseline-bf16", "2-retry-fp16", "3-fallback-bf16", "4-fallback-fp32"]
     assert plan.ruled_out == ()
-    assert "After a divergence: 3-fallback-bf16, then 4-fallback-fp32" in plan.reason
+    assert "After a divergence in bf16 or fp16: 3-fallback-bf16, then 4-fallback-fp32" in plan.reason
     assert "After a divergence: stop, precision.on_divergence is 'stop'" in plan_precision(hardware_of("mi300x"), params_with()).reason
     alone = plan_precision(hardware_of("mi300x"), params_with(mode="fp32", retries=[], on_divergence="next"))
     assert "After a divergence: stop, nothing is wider than fp32" in alone.reason

@@ -42,7 +42,9 @@ class TrlLocal:
         names = tuple(params.training.engine_args)
         for name in names:
             if name in OWNED_ARGUMENTS:
-                raise RefusedInput(f"training.engine_args.{name}: decided by {OWNED_ARGUMENTS[name]}; set it there and remove it here")
+                owner = OWNED_ARGUMENTS[name]
+                there = "set it there and " if "." in owner else ""
+                raise RefusedInput(f"training.engine_args.{name}: decided by {owner}; {there}remove it here")
             if name in REFUSED_ARGUMENTS:
                 raise RefusedInput(f"training.engine_args.{name}: engine trl_local does not run this; remove it")
         if names:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from tasks.errors import HalfstepError
 from tasks.files import write_record
 from tasks.format_support import needs_timing
 from tasks.hardware_support import judge
@@ -28,14 +27,8 @@ from tasks.host_memory import read_host_memory, usable_cpus
 from tasks.machine_facts import CpuFacts, DeviceFacts, MachineFacts
 from tasks.programs import lifecycle
 
-VISIBILITY_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ONEAPI_DEVICE_SELECTOR",
-    "ZE_AFFINITY_MASK",
-    "ASCEND_RT_VISIBLE_DEVICES",
-)
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+VISIBILITY_VARIABLES = (*_VISIBLE, "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK")
 # flags of units that multiply; the rest says nothing about precision
 ARITHMETIC_FLAG = re.compile(r"avx|amx|fma|f16c|bf16|fp16|fphp|asimd|sve|sme(?!p)|neon|i8mm")
 TOOL_SECONDS = 10.0
@@ -47,18 +40,15 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2):
         print(f"expected OUT.json [FACTS.json], found {len(arguments)} arguments", file=sys.stderr)
         return 2
-    try:
-        facts = collect()
-        if len(arguments) == 2:
-            write_record(Path(arguments[1]), facts)
-        write_record(Path(arguments[0]), judge(facts))
-    except HalfstepError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except lifecycle.StopRequested:
-        lifecycle.end_group()
-        return 1
-    return 0
+    return lifecycle.run_reported(lambda: detect(*map(Path, arguments)))
+
+
+def detect(out_path: Path, facts_path: Path | None = None) -> None:
+    """Write what this machine offers and, if asked, the facts; RefusedInput: the torch build has no kernels for a device."""
+    facts = collect()
+    if facts_path:
+        write_record(facts_path, facts)
+    write_record(out_path, judge(facts))
 
 
 def collect() -> MachineFacts:
@@ -69,6 +59,7 @@ def collect() -> MachineFacts:
         devices = cuda_devices(notes) or xpu_devices(notes) or npu_devices(notes) or mps_devices(notes)
         claims = bool(torch.cuda.is_bf16_supported()) if torch.version.cuda or torch.version.hip else None
     notes += [f"torch warns: {str(warning.message).strip().splitlines()[0]}" for warning in caught if warning.category is UserWarning]
+    timed = [item.model_copy(update={"matmul_seconds": time_products(item.api)}) if needs_timing(item) else item for item in devices]
     return MachineFacts(
         source=f"tasks.programs.detect on {platform.platform()}",
         torch_version=torch.__version__,
@@ -76,7 +67,7 @@ def collect() -> MachineFacts:
         hip_version=torch.version.hip,
         torch_arches=tuple(torch.cuda.get_arch_list()),
         torch_claims_bf16=claims,
-        devices=tuple(time_if_unknown(device) for device in devices),
+        devices=tuple(timed),
         visibility={name: os.environ[name] for name in VISIBILITY_VARIABLES if name in os.environ},
         driver_version=driver_version(devices, notes),
         cpu=read_cpu(notes),
@@ -92,6 +83,7 @@ def cuda_devices(notes: list[str]) -> list[DeviceFacts]:
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
+        total = properties.total_memory
         try:
             free = torch.cuda.mem_get_info(index)[0]
         except RuntimeError as error:
@@ -99,17 +91,10 @@ def cuda_devices(notes: list[str]) -> list[DeviceFacts]:
             free = 0
         if properties.is_integrated and not torch.version.hip:
             # the driver counts the host's file cache as taken, though the kernel gives it up
-            free = max(free, min(read_host_memory().free_bytes, properties.total_memory))
+            free = max(free, min(read_host_memory().free_bytes, total))
         gfx = properties.gcnArchName.split(":")[0] if torch.version.hip else None
-        devices.append(
-            DeviceFacts(
-                api="cuda",
-                name=properties.name or str(gfx),
-                capability=gfx or f"{properties.major}.{properties.minor}",
-                memory_total_bytes=properties.total_memory,
-                memory_free_bytes=free,
-            )
-        )
+        name, capability = properties.name or str(gfx), gfx or f"{properties.major}.{properties.minor}"
+        devices.append(DeviceFacts(api="cuda", name=name, capability=capability, memory_total_bytes=total, memory_free_bytes=free))
     return devices
 
 
@@ -120,21 +105,16 @@ def xpu_devices(notes: list[str]) -> list[DeviceFacts]:
     devices = []
     for index in range(torch.xpu.device_count()):
         properties = torch.xpu.get_device_properties(index)
+        total = properties.total_memory
         try:
             free = torch.xpu.mem_get_info(index)[0]
         except RuntimeError as error:
             notes.append(f"free memory of device {index} cannot be read, all of it counts as free: {str(error).splitlines()[0]}")
-            free = properties.total_memory
+            free = total
         flags = (properties.has_bfloat16_conversions, properties.has_subgroup_matrix_multiply_accumulate)
+        bf16, fp16 = any(map(bool, flags)), bool(properties.has_fp16)
         devices.append(
-            DeviceFacts(
-                api="xpu",
-                name=properties.name,
-                memory_total_bytes=properties.total_memory,
-                memory_free_bytes=free,
-                has_bf16=any(map(bool, flags)),
-                has_fp16=bool(properties.has_fp16),
-            )
+            DeviceFacts(api="xpu", name=properties.name, memory_total_bytes=total, memory_free_bytes=free, has_bf16=bf16, has_fp16=fp16)
         )
     return devices
 
@@ -145,15 +125,8 @@ def npu_devices(notes: list[str]) -> list[DeviceFacts]:
     if npu is None or not npu.is_available():
         return []
     notes.append("the driver version of an Ascend device is not read")
-    return [
-        DeviceFacts(
-            api="npu",
-            name=npu.get_device_name(index),
-            memory_total_bytes=npu.mem_get_info(index)[1],
-            memory_free_bytes=npu.mem_get_info(index)[0],
-        )
-        for index in range(npu.device_count())
-    ]
+    devices = [(npu.get_device_name(index), *npu.mem_get_info(index)) for index in range(npu.device_count())]
+    return [DeviceFacts(api="npu", name=name, memory_total_bytes=total, memory_free_bytes=free) for name, free, total in devices]
 
 
 def mps_devices(notes: list[str]) -> list[DeviceFacts]:
@@ -164,11 +137,6 @@ def mps_devices(notes: list[str]) -> list[DeviceFacts]:
     recommended = torch.mps.recommended_max_memory()
     notes.append("memory that other processes hold on an Apple GPU cannot be read: all that Metal recommends counts as free")
     return [DeviceFacts(api="mps", name=name, memory_total_bytes=recommended, memory_free_bytes=recommended)]
-
-
-def time_if_unknown(device: DeviceFacts) -> DeviceFacts:
-    """Add measured times of a product where name and flags do not tell whether bf16 is native."""
-    return device.model_copy(update={"matmul_seconds": time_products(device.api)}) if needs_timing(device) else device
 
 
 def time_products(device: str, size: int = 2048, repeats: int = 10) -> dict[str, float]:

@@ -32,9 +32,8 @@ class DeviceMemory:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Let every allocation beyond `budget_bytes` fail; refused on a platform without a limit that an allocation would meet."""
-        raise RefusedInput(
-            f"memory.budget_mb is {budget_bytes / MB:.0f}, but a budget can be held only on CUDA, ROCm and Linux CPUs; leave it null"
-        )
+        found = "a budget can be held only on CUDA, ROCm and Linux CPUs"
+        raise RefusedInput(f"memory.budget_mb is {budget_bytes / MB:.0f}, but {found}; leave it null")
 
     def lift_budget(self) -> None:
         """Take the limit away where writing down a failure would meet it."""
@@ -110,9 +109,7 @@ def device_memory(device_type: DeviceType) -> DeviceMemory:
     """Return the meter of a device type, starting now."""
     if device_type in ("cuda", "rocm"):
         return CudaMemory()
-    if device_type == "cpu" and sys.platform == "linux":
-        return LinuxCpuMemory()
-    return DeviceMemory()
+    return LinuxCpuMemory() if device_type == "cpu" and sys.platform == "linux" else DeviceMemory()
 
 
 def _data_bytes() -> int:

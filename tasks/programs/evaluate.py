@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.files import write_record
-from tasks.program_request import PROGRESS_PREFIX
+from tasks.program_request import ANSWERS_FILE, PROGRESS_PREFIX, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import detect_device_type
 from tasks.programs.half_precision import fast_fp16_matmul, read_head_once

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tasks.programs.observation import muted_observers
+
 RANGE_PROBLEM = (
     "A range problem: fp16 ends at 65504, and no loss scale mends activations beyond it; train and sample in bf16 or fp32 "
     "(precision.on_divergence: next does so by itself)"
@@ -17,7 +19,7 @@ class GradientScan(NamedTuple):
     underflow_fraction: float
     """Share of the elements of the linear layers' weight gradients that are exactly 0; 1 where no group had a signal."""
     overflow_layer: str | None
-    """The first parameter, in the order of the backward, whose gradient is not finite."""
+    """The parameter nearest to the model's end whose gradient is not finite: the backward meets it early."""
 
 
 def scan_gradients(model: nn.Module) -> GradientScan:
@@ -37,8 +39,11 @@ def scan_gradients(model: nn.Module) -> GradientScan:
     return GradientScan(zeros / elements if elements else 0.0, overflow)
 
 
-def first_non_finite_layer(model: nn.Module, **inputs: Any) -> str | None:
-    """Run the forward again and name the first module whose output is not finite; None if all are."""
+def first_non_finite_layer(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> str | None:
+    """Run the forward again and name the first module whose output is not finite; None if all are.
+
+    Logits are computed for the last position only, and a shortage of memory costs no more than the name.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Any:
@@ -51,8 +56,10 @@ def first_non_finite_layer(model: nn.Module, **inputs: Any) -> str | None:
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     try:
-        with torch.no_grad():
-            model(**inputs)
+        with torch.no_grad(), muted_observers():
+            model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1, use_cache=False)
+    except (RuntimeError, MemoryError) as error:
+        return f"a layer that could not be found ({type(error).__name__} while looking for it)"
     finally:
         for handle in handles:
             handle.remove()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import hashlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from trl import GRPOTrainer
 
 from tasks.attempt_files import STATE_PREFIX, training_states
+from tasks.errors import Diverged
 from tasks.params import PrecisionParams
 from tasks.programs.gradients import RANGE_PROBLEM, GradientScan, first_non_finite_layer, scan_gradients
 from tasks.programs.half_precision import read_head_once
@@ -22,6 +24,7 @@ from tasks.programs.step_watch import StepWatch
 from tasks.records import Precision
 
 NUM_STATES_KEPT = 2
+THE_LOSS = "the loss itself"
 
 
 class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -104,7 +107,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             token_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
             with self.accelerator.autocast():
-                self.forward_overflow = first_non_finite_layer(model, input_ids=token_ids, attention_mask=mask) or "the loss itself"
+                self.forward_overflow = first_non_finite_layer(model, token_ids, mask) or THE_LOSS
         self.watch.phase = "backward"
         return loss
 
@@ -170,6 +173,10 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return str(self._states_dir / ".writing")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # a state stands for steps that trained: what goes on from it must not count a skipped step as done
+        if self.accelerator.optimizer_step_was_skipped:
+            return
+        check_finite(model)
         self.watch.phase = "save"
         super()._save_checkpoint(model, trial)
         name = f"{STATE_PREFIX}{self.state.global_step}"
@@ -177,6 +184,22 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         (self._states_dir / ".writing" / name).rename(self._states_dir / name)
         for old in training_states(self._states_dir)[:-NUM_STATES_KEPT]:
             shutil.rmtree(old)
+        self.watch.phase = "optimizer"
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise Diverged if a weight is NaN or inf, so that no state or checkpoint holds one."""
+    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        raise Diverged(f"{len(broken)} weight tensors are no longer finite, the first is {broken[0]}")
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a hash of all weights, byte for byte."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -185,7 +208,6 @@ def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     A language-model head that TRL made compute in fp32 goes on doing so, on the original weights.
     """
     memo: dict[int, Any] = {id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in model.parameters()}
-    memo |= {id(weight.grad): None for weight in model.parameters() if weight.grad is not None}
     clone = copy.deepcopy(model, memo)
     # TRL and accelerate replace the instance's forward by closures over the original model; the class's own is meant
     for name in ("forward", "_original_forward"):
@@ -196,6 +218,6 @@ def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _where_not_finite(policy: PreTrainedModel, prompts: list[list[int]]) -> str:
-    layers = (first_non_finite_layer(policy, input_ids=torch.tensor([ids], device=policy.device)) for ids in prompts)
+    layers = (first_non_finite_layer(policy, torch.tensor([ids], device=policy.device)) for ids in prompts)
     layer = next((name for name in layers if name), None)
     return f"the output of {layer} is the first that is not" if layer else "the prompts alone are, the tokens sampled after them are not"

@@ -19,7 +19,8 @@ class NonFiniteLogits(Diverged):
 class SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
     """Keeps the log-probability of each sampled token under the whole distribution at the sampling temperature.
 
-    Runs before top-k and the like, so that training sees the same quantity. Holds the scores of one token,
+    Runs before top-k and the like, so that training sees the same quantity, and after a repetition penalty or suppressed
+    tokens, if engine_args ask for them: what they change is then part of the mismatch. Holds the scores of one token,
     (batch, vocabulary) fp32, longer than generation itself does.
 
     Raises:
@@ -66,8 +67,9 @@ class MismatchMeter:
     def add(self, trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
         """Add log-probabilities (batch, tokens) in nats of the tokens where `mask` is 1."""
         chosen = mask.bool()
-        log_p = trained[chosen].double()
-        difference = log_p - sampled[chosen].double()
+        # on the CPU: an Apple GPU has no float64
+        log_p, log_q = trained[chosen].cpu().double(), sampled[chosen].cpu().double()
+        difference = log_p - log_q
         if not difference.numel():
             return
         self._count += difference.numel()

@@ -1,7 +1,9 @@
 """See in which dtype a model really computes, by hooks on its linear layers."""
 
+import contextlib
 from collections import defaultdict
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -17,8 +19,20 @@ class PrecisionMismatch(HalfstepError):
     """What ran is not what the plan asked for."""
 
 
+@contextlib.contextmanager
+def muted_observers() -> Iterator[None]:
+    """Let a forward run that is part of no step and not to be observed."""
+    PrecisionObserver.muted = True
+    try:
+        yield
+    finally:
+        PrecisionObserver.muted = False
+
+
 class PrecisionObserver:
     """Collects output dtypes of the first and last linear layer and the dtypes of their gradients."""
+
+    muted: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._seen: dict[ObservedPhase, set[str]] = defaultdict(set)
@@ -36,10 +50,12 @@ class PrecisionObserver:
         model.get_output_embeddings().register_forward_hook(self._on_head)
 
     def _on_head(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.muted:
             self._seen["rollout_head"].add(_name(output))
 
     def _on_forward(self, module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if self.muted:
+            return
         if not torch.is_grad_enabled():
             # the rollout runs without autocast: its weights' dtype is its precision
             self._seen["rollout"].add(_name(module.weight))

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tasks.errors import Diverged
 from tasks.memory import MB
+from tasks.params import PrecisionParams
 from tasks.programs.device_memory import DeviceMemory
 from tasks.programs.gradients import RANGE_PROBLEM
-from tasks.programs.grpo import MeteredGRPOTrainer
+from tasks.programs.grpo import THE_LOSS, MeteredGRPOTrainer, weights_digest
 from tasks.records import TrainingWarning
 
 # Logged by transformers or TRL, and measured more exactly here or without meaning in a chart.
@@ -23,41 +25,48 @@ _LEFT_OUT = frozenset({"loss", "step_time", "epoch", "num_tokens"})
 class StepLog(TrainerCallback):  # type: ignore[misc]
     """Joins what TRL logs with our clocks, memory, scaler and mismatch; keeps what the outcome needs."""
 
-    def __init__(self, path: Path, memory: DeviceMemory, max_consecutive_skips: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        trainer: MeteredGRPOTrainer,
+        memory: DeviceMemory,
+        precision: PrecisionParams,
+        check_first_step: Callable[[], None],
+    ) -> None:
         self._path = path
+        self._trainer = trainer
         self._memory = memory
-        self._max_consecutive_skips = max_consecutive_skips
+        self._precision = precision
+        self._check_first_step = check_first_step
         self._consecutive_skips = 0
+        self.weights_at_start: str | None = None
         self._measured: dict[str, float] = {}
         self._overflows: list[tuple[int, str]] = []
-        self.trainer: MeteredGRPOTrainer | None = None
         self.history: list[dict[str, float]] = []
         self.skipped_steps = 0
 
-    def bind(self, trainer: MeteredGRPOTrainer) -> None:
-        """Name the trainer whose steps are logged (it is built after its callbacks)."""
-        self.trainer = trainer
-
-    @property
-    def _bound(self) -> MeteredGRPOTrainer:
-        if self.trainer is None:
-            raise RuntimeError("StepLog.bind was not called before training")
-        return self.trainer
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep a hash of the weights, which come from the training state if there is one."""
+        self.weights_at_start = weights_digest(self._trainer.model)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the step's clock and meters."""
-        self._bound.begin_step()
+        self._trainer.begin_step()
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the phase."""
-        self._bound.watch.phase = "optimizer"
+        self._trainer.watch.phase = "optimizer"
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the step's measures and count skipped steps."""
-        trainer = self._bound
+        trainer = self._trainer
         self._measured = {**trainer.watch.metrics(), **trainer.mismatch.metrics(), "peak_memory_mb": self._memory.peak_bytes() / MB}
-        if trainer.scaler is None or trainer.gradient_scan is None:
+        if not self.history:
+            self._check_first_step()
+        if trainer.scaler is None:
             return
+        if trainer.gradient_scan is None:
+            raise RuntimeError("the gradients were not looked at before they were clipped")
         skipped = bool(trainer.accelerator.optimizer_step_was_skipped)
         self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
         self.skipped_steps += skipped
@@ -93,12 +102,17 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         return (TrainingWarning(name="fp16_overflow", step=step, message=message),)
 
     def _check(self, step: int, metrics: dict[str, float]) -> None:
-        if self._consecutive_skips >= self._max_consecutive_skips:
-            last = self._overflows[-1][1]
+        limit = self._precision.max_consecutive_skips
+        if self._consecutive_skips >= limit:
+            where = self._overflows[-1][1]
+            remedy = (
+                f"A smaller precision.init_scale ({self._precision.init_scale:g}) or a larger max_consecutive_skips lets the scale settle"
+            )
+            if where.startswith("forward") and THE_LOSS not in where:
+                remedy = RANGE_PROBLEM
             raise Diverged(
-                f"step {step}: {self._consecutive_skips} optimizer steps in a row were skipped for non-finite gradients "
-                f"(loss scale now {metrics['loss_scale']:g}); precision.max_consecutive_skips is {self._max_consecutive_skips}. "
-                f"The last overflow came in the {last}. {RANGE_PROBLEM if last.startswith('forward') else ''}".rstrip()
+                f"step {step}: {self._consecutive_skips} optimizer steps in a row were skipped for non-finite gradients (loss scale now "
+                f"{metrics['loss_scale']:g}); precision.max_consecutive_skips is {limit}. The last overflow came in the {where}. {remedy}"
             )
         # a skipped step left the weights as they were, however its loss came out
         watched = ["reward"] if self._consecutive_skips else ["loss", "reward", "grad_norm", "mismatch_kl"]

@@ -6,10 +6,10 @@ a line a step, keeps training states under ``states/`` and the trained weights i
 """
 
 import contextlib
-import hashlib
 import statistics
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_
 from tasks.params import Params, TrainingParams
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import DeviceMemory, detect_device_type, device_memory
-from tasks.programs.grpo import MeteredGRPOTrainer
+from tasks.programs.grpo import MeteredGRPOTrainer, check_finite, weights_digest
 from tasks.programs.half_precision import fast_fp16_matmul
 from tasks.programs.observation import PrecisionObserver, check_observed
 from tasks.programs.problems import TRAIN_FILE, Row, read_problems
 from tasks.programs.rewards import Scorer, load_scorer, rehearse
 from tasks.programs.step_log import StepLog
 from tasks.programs.step_watch import StepWatch
-from tasks.records import Attempt, DeviceType, Failure, Outcome, Status, TrainingJob
+from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob
 from tasks.warning_signs import always, warning_signs
 
 
@@ -44,18 +44,14 @@ class TrainingRun:
         self.params = Params.model_validate(job.params)
         self.memory = memory
         self.device_type = device_type
+        self.states_dir = job.attempt_dir / "states"
         self.watch = StepWatch()
         self.observer = PrecisionObserver()
-        self.log = StepLog(job.attempt_dir / "metrics.jsonl", memory, self.params.precision.max_consecutive_skips)
+        self.log: StepLog | None = None
         self.trainer: MeteredGRPOTrainer | None = None
-        self.first_step = 0
+        self.first_step = state_step(job.attempt.resume_from) if job.attempt.resume_from else 0
         self.weights_changed: bool | None = None
         self.checkpoint_dir: Path | None = None
-
-    @property
-    def states_dir(self) -> Path:
-        """Return the folder of training states."""
-        return self.job.attempt_dir / "states"
 
     def run(self) -> None:
         """Load, train, check and save; raises whatever goes wrong."""
@@ -63,14 +59,19 @@ class TrainingRun:
             self.memory.set_budget(int(self.params.memory.budget_mb * MB))
         self.states_dir.mkdir(parents=True, exist_ok=True)
         model = _load_model(self.job.base_model_dir, self.device_type)
-        before = weights_digest(model)
+        base = weights_digest(model)
         trainer = self._build_trainer(model)
-        resume_from = self.job.attempt.resume_from
+        state = self.job.attempt.resume_from
         precision = self.job.attempt.precision
         emulates_fp16 = "float16" in (precision.autocast_dtype, precision.sampling_dtype) and self.device_type == "cpu"
-        with fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        self._check_result(model, before)
+        if state and self.first_step >= self.params.training.max_steps:
+            # every step is done: transformers would do one more
+            trainer._load_from_checkpoint(str(state))
+        else:
+            with fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
+                trainer.train(resume_from_checkpoint=str(state) if state else None)
+            self._check_observed()
+        self._check_result(trainer, (self.log and self.log.weights_at_start) or base)
         self._save(trainer)
 
     def _build_trainer(self, model: PreTrainedModel) -> MeteredGRPOTrainer:
@@ -83,9 +84,8 @@ class TrainingRun:
             model=model,
             reward_funcs=[_reward_function(scorer)],
             args=grpo_config(attempt, self.params.training, self.states_dir, self.device_type),
-            train_dataset=datasets.Dataset.from_list([{name: getattr(row, name) for name in _COLUMNS} for row in problems]),
+            train_dataset=datasets.Dataset.from_list([asdict(row) for row in problems]),
             processing_class=AutoTokenizer.from_pretrained(self.job.base_model_dir, padding_side="left", local_files_only=True),
-            callbacks=[self.log],
             precision=attempt.precision,
             scaler_params=self.params.precision,
             rollout_batch_size=attempt.levers.rollout_batch_size,
@@ -93,20 +93,23 @@ class TrainingRun:
             states_dir=self.states_dir,
         )
         self.trainer = trainer
-        self.log.bind(trainer)
-        if attempt.resume_from is not None:
-            self.first_step = state_step(attempt.resume_from)
+        self.log = StepLog(self.job.attempt_dir / "metrics.jsonl", trainer, self.memory, self.params.precision, self._check_observed)
+        trainer.add_callback(self.log)
         return trainer
 
-    def _check_result(self, model: PreTrainedModel, before: str) -> None:
-        if self.trainer is None:
-            raise RuntimeError("no trainer was built")
-        check_observed(self.observer.result(model, self._scaler_live()), self.job.attempt.precision)
-        broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
-        if broken:
-            raise Diverged(f"{len(broken)} weight tensors are no longer finite, the first is {broken[0]}")
-        self.weights_changed = weights_digest(model) != before
-        silent = always("no_signal", self.log.history) and self.first_step == 0
+    def _check_observed(self) -> None:
+        if observed := self._observed():
+            check_observed(observed, self.job.attempt.precision)
+
+    def _observed(self) -> ObservedPrecision | None:
+        scaler = self.trainer.scaler if self.trainer else None
+        return self.observer.result(self.trainer.model, scaler is not None and scaler.is_enabled()) if self.trainer else None
+
+    def _check_result(self, trainer: MeteredGRPOTrainer, before: str) -> None:
+        check_finite(trainer.model)
+        self.weights_changed = weights_digest(trainer.model) != before
+        # transformers keeps the steps of the whole run in its state, those before a resume too
+        silent = always("no_signal", [step for step in trainer.state.log_history if "reward" in step])
         if silent or not self.weights_changed:
             found = "in no step did the completions of a group differ in reward" if silent else "the weights are those it started from"
             raise (NothingLearned if silent else Diverged)(f"training ended and nothing was learned: {found}")
@@ -118,21 +121,18 @@ class TrainingRun:
         trainer.processing_class.save_pretrained(writing)
         self.checkpoint_dir = writing.rename(self.job.attempt_dir / "checkpoint")
 
-    def _scaler_live(self) -> bool:
-        scaler = self.trainer.scaler if self.trainer else None
-        return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 0
-
     def outcome(self, status: Status, failure: Failure | None = None, **more: Any) -> Outcome:
-        """Describe the attempt as it stands."""
-        trainer, timed = self.trainer, self.log.history[1:] or self.log.history
+        """Describe the attempt as it stands; nothing is asked of the device, which may have failed."""
+        steps = self.log.history if self.log else []
+        timed = steps[1:] or steps
         return Outcome(
             status=status,
-            observed=self.observer.result(trainer.model, self._scaler_live()) if trainer else None,
-            final_loss_scale=trainer.scaler.get_scale() if trainer and trainer.scaler else None,
-            skipped_steps=self.log.skipped_steps,
+            observed=self._observed() if steps else None,
+            final_loss_scale=steps[-1].get("loss_scale") if steps else None,
+            skipped_steps=self.log.skipped_steps if self.log else 0,
             peak_memory_bytes=self.memory.peak_bytes(),
             first_step=self.first_step,
-            steps_done=int(self.log.history[-1]["step"]) if self.log.history else self.first_step,
+            steps_done=int(steps[-1]["step"]) if steps else self.first_step,
             total_steps=self.params.training.max_steps,
             step_time_ms=statistics.median(line["step_time_ms"] for line in timed) if timed else None,
             tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
@@ -140,18 +140,15 @@ class TrainingRun:
             checkpoint_dir=self.checkpoint_dir,
             last_state_dir=last_training_state(self.job.attempt_dir) or self.job.attempt.resume_from,
             failure=failure,
-            warnings=(*warning_signs(self.log.history), *self.log.overflow_warning()),
+            warnings=(*warning_signs(steps), *(self.log.overflow_warning() if self.log else ())),
             **more,
         )
-
-
-_COLUMNS = ("prompt", "question", "answer", "entry")
 
 
 def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, device_type: DeviceType) -> GRPOConfig:
     """Translate an attempt into TRL's configuration; every precision flag is said explicitly."""
     return GRPOConfig(
-        **_engine_args(attempt, training),
+        **_engine_args(attempt, training, device_type),
         output_dir=str(states_dir),
         bf16=attempt.precision.mixed_precision == "bf16",
         fp16=attempt.precision.mixed_precision == "fp16",
@@ -184,20 +181,12 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
     )
 
 
-def _engine_args(attempt: Attempt, training: TrainingParams) -> dict[str, Any]:
-    if attempt.levers.rollout_batch_size is None:
+def _engine_args(attempt: Attempt, training: TrainingParams, device_type: DeviceType) -> dict[str, Any]:
+    if attempt.levers.rollout_batch_size is None or device_type != "cpu":
         return training.engine_args
     # a growing KV cache is copied for every token and tears the heap apart: smaller chunks alone would free nothing on a CPU
     own = training.engine_args.get("generation_kwargs", {})
     return {**training.engine_args, "generation_kwargs": {"cache_implementation": "static", **own}}
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """Return a hash of all trainable weights, byte for byte."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _load_model(base_model_dir: Path, device_type: DeviceType) -> PreTrainedModel:
@@ -217,7 +206,9 @@ def _reward_function(scorer: Scorer) -> Any:
 
 def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     names = tuple(kind.__name__ for kind in type(error).__mro__)
-    available = run.memory.available_bytes()
+    available = None
+    with contextlib.suppress(RuntimeError):  # after some errors a device answers nothing more
+        available = run.memory.available_bytes()
     run.memory.lift_budget()
     traceback.print_exc()
     message = str(error) or type(error).__name__

@@ -11,19 +11,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from tasks.memory import MB
 from tasks.params import Params
-from tasks.records import (
-    Attempt,
-    DatasetVersion,
-    Evaluation,
-    Hardware,
-    Outcome,
-    PrecisionPlan,
-    RunFolder,
-    RunRecord,
-    SampledCompletion,
-    Status,
-    TrackedRun,
-)
+from tasks.records import Attempt, DatasetVersion, Evaluation, Hardware, Outcome, PrecisionPlan, RunFolder, RunRecord, Status, TrackedRun
 from tasks.tracking.entities import MAX_TAG_LENGTH, fit, flatten, log_params, log_values
 from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
@@ -31,7 +19,6 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # every other status is FAILED
 RUN_STATUS: dict[Status, RunStatus] = {"succeeded": "FINISHED", "cancelled": "KILLED"}
 FLOW_RUN_TAG = "prefect.flow_run_id"
-PARENT_TAG = "mlflow.parentRunId"
 
 
 def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
@@ -80,7 +67,7 @@ def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
     """Open the child run of one attempt."""
     with reaching(parent.tracking_uri, f"open the run of attempt {attempt.name!r}") as client:
         inherited = client.get_run(parent.run_id).data.tags
-        same = {PARENT_TAG: parent.run_id, "mlflow.runName": attempt.name}
+        same = {"mlflow.parentRunId": parent.run_id, "mlflow.runName": attempt.name}
         tags = {FLOW_RUN_TAG: inherited.get(FLOW_RUN_TAG), "attempt.reason": attempt.reason}
         run_id = _open(client, parent.experiment_id, attempt.name, same, tags)
         shown = attempt.model_dump(mode="json", exclude={"reason"})
@@ -193,7 +180,7 @@ def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _log_samples(client: MlflowClient, run_id: str, evaluation: Evaluation) -> None:
-    columns = {name: [getattr(sample, name) for sample in evaluation.samples] for name in SampledCompletion.model_fields}
+    rows = [sample.model_dump() for sample in evaluation.samples]
     # log_table appends: a repeated close must not double the rows
-    if evaluation.samples and not any(item.path == "samples.json" for item in client.list_artifacts(run_id)):
-        client.log_table(run_id, columns, "samples.json")
+    if rows and not any(item.path == "samples.json" for item in client.list_artifacts(run_id)):
+        client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, "samples.json")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tasks.errors import HalfstepError, RefusedInput
 
+# path inside the folder, with '/', to the file's md5
 Manifest = dict[str, str]
-"""Path inside the folder, with '/', to the file's md5."""
 
 
 def hash_file(path: Path) -> str:

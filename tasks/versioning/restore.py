@@ -1,5 +1,6 @@
 """Bring a folder back bit for bit from its hash alone, or not at all."""
 
+import os
 import re
 import shutil
 import tempfile
@@ -53,6 +54,8 @@ def restore_folder(store_dir: Path, dvc_hash: str, destination: Path, project_di
                 source, target = object_path(cache, md5), whole / relpath
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
+                with target.open("rb") as stream:
+                    os.fsync(stream.fileno())
                 if hash_file(target) != md5:
                     raise HalfstepError(
                         f"{relpath} of {dvc_hash} is damaged and not used: {source} does not have its own md5; nothing was restored. "

@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.errors import ScorerFailed
-from tasks.evaluation_files import ANSWERS_FILE, EvaluationRequest, ModelAnswers
 from tasks.files import read_record
 from tasks.params import RewardParams
-from tasks.program_request import ask_program
+from tasks.program_request import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ask_program
 from tasks.programs.evaluate import answer_all, complete
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.records import Precision

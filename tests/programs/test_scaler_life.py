@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from tasks.attempt_files import read_steps
-from tasks.programs.grpo import MeteredGRPOTrainer
-from tasks.programs.train import weights_digest
+from tasks.programs.gradients import first_non_finite_layer
+from tasks.programs.grpo import MeteredGRPOTrainer, weights_digest
 from tests.programs.in_process import params_with, scale_loss, spoil_gradient, train_here
 from tests.training_runs import Inputs
 
@@ -63,8 +64,9 @@ def test_gradients_that_never_are_finite_end_as_diverged_within_the_limit(scratc
     assert "step 5: 3 optimizer steps in a row were skipped" in outcome.failure.message
     assert f"backward of {LAYER}" in outcome.failure.message
     assert outcome.checkpoint_dir is None and not (tmp_path / "checkpoint").exists()
-    # the last good state is from a step whose weights the skipped steps left alone
-    assert outcome.last_state_dir == tmp_path / "states" / "checkpoint-4"
+    # a skipped step saves no state: what goes on from here repeats it
+    assert outcome.last_state_dir == tmp_path / "states" / "checkpoint-2"
+    assert sorted(path.name for path in (tmp_path / "states").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_a_nan_loss_without_a_scaler_stops_at_its_step(scratch_inputs: Inputs, tmp_path: Path) -> None:
@@ -127,3 +129,83 @@ def test_a_scale_below_one_is_said(scratch_inputs: Inputs, tmp_path: Path) -> No
         tweak=spoil_gradient(LAYER, float("inf"), lambda step: step == 1),
     )
     assert {"loss_scale_collapsed", "skipped_steps", "fp16_overflow"} <= {item.name for item in outcome.warnings}
+
+
+def test_one_forward_that_was_not_finite_costs_a_step_and_not_the_run(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    tweak = scale_loss(float("nan"), lambda step: step == 2)
+    outcome, _ = train_here(params_with(max_steps=4), "fp16", scratch_inputs, tmp_path, tweak=tweak)
+    # the forward that looks for the layer is part of no step: it is not observed
+    assert outcome.status == "succeeded", outcome.failure
+    assert column(tmp_path, "step_skipped") == [0, 1, 0, 0]
+    overflow = next(item for item in outcome.warnings if item.name == "fp16_overflow")
+    assert "forward of the loss itself" in overflow.message
+
+
+def test_a_weight_that_is_not_finite_reaches_no_training_state(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    class Breaks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                kwargs["model"].model.layers[0].mlp.up_proj.weight.data[0, 0] = float("inf")
+
+    def tweak(trainer: MeteredGRPOTrainer) -> None:
+        trainer.add_callback(Breaks())
+
+    outcome, _ = train_here(params_with(max_steps=4, save_steps=1), "bf16", scratch_inputs, tmp_path, tweak=tweak)
+    assert outcome.status == "diverged" and outcome.failure is not None
+    assert "1 weight tensors are no longer finite, the first is model.layers.0.mlp.up_proj.weight" in outcome.failure.message
+    assert outcome.last_state_dir == tmp_path / "states" / "checkpoint-1"
+
+
+def test_a_shortage_while_looking_for_the_layer_costs_only_its_name() -> None:
+    class Full(torch.nn.Module):
+        def forward(self, **_: Any) -> torch.Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    assert "could not be found" in str(first_non_finite_layer(Full(), torch.ones(1, 2, dtype=torch.long)))
+
+
+def test_a_gradient_that_is_not_finite_without_a_scaler_stops_at_its_step(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    tweak = spoil_gradient(LAYER, float("nan"), lambda step: step == 2)
+    outcome, _ = train_here(params_with(max_steps=4), "bf16", scratch_inputs, tmp_path, tweak=tweak)
+    assert outcome.status == "diverged" and outcome.failure is not None
+    assert outcome.failure.message.startswith("step 2: grad_norm is nan")
+
+
+@pytest.mark.parametrize("name", ["mismatch_kl", "reward"])
+def test_other_numbers_that_are_not_finite_stop_too(name: str, scratch_inputs: Inputs, tmp_path: Path) -> None:
+    def tweak(trainer: MeteredGRPOTrainer) -> None:
+        if name == "mismatch_kl":
+            trainer.mismatch.metrics = lambda: {"mismatch_kl": float("nan")}  # type: ignore[method-assign]
+        else:
+            score = trainer._generate_and_score_completions
+
+            def score_without_end(inputs: Any) -> Any:
+                scored = score(inputs)
+                # a NaN would be left out of TRL's mean
+                trainer._metrics["train"]["reward"].append(float("inf"))
+                return scored
+
+            trainer._generate_and_score_completions = score_without_end
+            spoil_gradient(LAYER, float("inf"), lambda step: True)(trainer)
+
+    # the reward is watched on skipped steps as well
+    label = "fp16" if name == "reward" else "bf16"
+    outcome, _ = train_here(params_with(max_steps=4), label, scratch_inputs, tmp_path, tweak=tweak)
+    assert outcome.status == "diverged" and outcome.failure is not None
+    assert outcome.failure.message.startswith(f"step 1: {name} is {'inf' if name == 'reward' else 'nan'}")
+
+
+def test_weights_that_break_after_the_last_state_are_no_success(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    class Breaks(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kwargs["model"].model.norm.weight.data[0] = float("nan")
+
+    outcome, _ = train_here(params_with(), "fp32", scratch_inputs, tmp_path, tweak=lambda trainer: trainer.add_callback(Breaks()))
+    assert outcome.status == "diverged" and outcome.failure is not None
+    assert "model.norm.weight" in outcome.failure.message and outcome.checkpoint_dir is None
+
+
+def test_p2_weights_equal_to_the_start_are_no_success(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    outcome, _ = train_here(params_with(), "fp32", scratch_inputs, tmp_path, tweak=scale_loss(0.0))
+    assert outcome.status == "diverged" and outcome.failure is not None
+    assert "the weights are those it started from" in outcome.failure.message and outcome.weights_changed is False

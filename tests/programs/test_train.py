@@ -56,6 +56,8 @@ def test_without_autocast_the_attempt_does_not_count(label: str, scratch_inputs:
     assert outcome.failure is not None
     assert outcome.failure.error_type == "PrecisionMismatch"
     assert "forward ran in float32" in outcome.failure.message
+    # noticed after the first step, not at the end of a long run
+    assert outcome.failure.phase == "optimizer" and read_steps(tmp_path / "attempt") == []
 
 
 def test_an_unchanging_reward_is_no_success(scratch_inputs: Inputs, tmp_path: Path) -> None:

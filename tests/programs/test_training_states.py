@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tasks.attempt_files import read_steps
-from tasks.programs.grpo import MeteredGRPOTrainer
-from tasks.programs.train import weights_digest
+from tasks.params import parse_params
+from tasks.programs.grpo import MeteredGRPOTrainer, weights_digest
 from tests.programs.in_process import DEVICE, Tweak, params_with, spoil_gradient, train_here
 from tests.training_runs import Inputs
 
@@ -62,7 +62,9 @@ def test_a_resumed_run_is_the_straight_run(label: str, scratch_inputs: Inputs, t
 def test_the_same_seed_is_the_same_run_and_another_is_not(scratch_inputs: Inputs, tmp_path: Path) -> None:
     for name, seed in {"first": 1, "again": 1, "other": 2}.items():
         train_here(params_with(max_steps=2, seed=seed), "fp16", scratch_inputs, tmp_path / name)
-    assert numbers(tmp_path / "again") == numbers(tmp_path / "first") != numbers(tmp_path / "other")
+    first, again, other = (numbers(tmp_path / name) for name in ("first", "again", "other"))
+    assert again == first if DEVICE == "cpu" else [step["reward"] for step in again] == pytest.approx([step["reward"] for step in first])
+    assert other != first
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("fp32", "fp16")])
@@ -90,3 +92,36 @@ def test_m5_the_attempts_own_levers_win_over_those_of_the_state(scratch_inputs: 
     outcome, _ = train_here(small, "fp32", scratch_inputs, tmp_path / "small", tweak=tweak, resume_from=state)
     assert outcome.status == "succeeded", outcome.failure
     assert sizes == [8, 8]
+
+
+def test_a_state_of_the_last_step_is_saved_as_it_is_without_a_step_more(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    params = params_with(max_steps=2, save_steps=1)
+    _, whole = train_here(params, "fp32", scratch_inputs, tmp_path / "whole")
+    state = tmp_path / "whole" / "states" / "checkpoint-2"
+    outcome, resumed = train_here(params, "fp16", scratch_inputs, tmp_path / "resumed", resume_from=state)
+    assert outcome.status == "succeeded", outcome.failure
+    assert (outcome.steps_done, outcome.observed, read_steps(tmp_path / "resumed")) == (2, None, [])
+    assert weights_digest(resumed.trainer.model) == weights_digest(whole.trainer.model)
+    assert outcome.checkpoint_dir is not None
+
+
+def test_a_resumed_attempt_whose_steps_are_all_skipped_is_no_success(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    params = params_with({"init_scale": 1e30}, max_steps=4, save_steps=2)
+    train_here(params, "bf16", scratch_inputs, tmp_path / "before")
+    state = tmp_path / "before" / "states" / "checkpoint-2"
+    outcome, _ = train_here(params, "fp16", scratch_inputs, tmp_path / "after", resume_from=state)
+    assert (outcome.status, outcome.skipped_steps, outcome.weights_changed) == ("diverged", 2, False)
+
+
+def test_g1_a_run_without_signal_is_no_success_however_often_it_is_gone_on_with(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    scorer = tmp_path / "constant.py"
+    scorer.write_text("def score(completions, questions, answers):\n    return [0.5] * len(completions)\n")
+    # weight decay moves the weights though no reward does
+    tree = params_with(max_steps=4, save_steps=2, engine_args={"weight_decay": 0.1}).model_dump(mode="json")
+    params = parse_params({**tree, "reward": {"scorer": f"{scorer}:score"}}, "constant")
+    whole, _ = train_here(params, "fp32", scratch_inputs, tmp_path / "whole")
+    state = tmp_path / "whole" / "states" / "checkpoint-2"
+    resumed, _ = train_here(params, "fp32", scratch_inputs, tmp_path / "resumed", resume_from=state)
+    for outcome in (whole, resumed):
+        assert outcome.status == "diverged" and outcome.failure is not None
+        assert outcome.failure.error_type == "NothingLearned"

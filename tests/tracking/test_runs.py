@@ -9,9 +9,9 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.curves import joined_steps
 from tasks.errors import HalfstepError
 from tasks.params import Params
+from tasks.progress import joined_steps
 from tasks.records import (
     Accuracy,
     ArtifactVersion,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.curves import draw_curves, joined_steps
-from tasks.progress import TrainingProgress, duration, progress_line
+from tasks.progress import TrainingProgress, draw_curves, duration, joined_steps, progress_line
 from tasks.records import FinishedAttempt, Outcome
 from tests.test_next_attempt import plan
 
