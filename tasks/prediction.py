@@ -22,7 +22,8 @@ from tasks.specs import MANIFEST_FILE, DatasetManifest, base_model_spec, dataset
 from tasks.versioning.inputs import find_input
 
 PREDICTIONS_DIR = STATE_DIR / "predictions"
-FORMAT_VERSION = 1
+# what of our own code a prediction rests on
+SOURCES = ("memory.py", "programs/dry_run.py", "programs/grpo.py", "programs/half_precision.py")
 Say = Callable[[str], None]
 
 
@@ -83,7 +84,7 @@ def _predicted(attempt: Attempt, hardware: Hardware, params: Params, base_model_
 
 
 def find_or_predict(request: PeakRequest) -> MemoryPrediction:
-    """Return the prediction for a request, made once for each model configuration, setting and version of the libraries."""
+    """Return the prediction for a request, made once for each model configuration, setting and version of the code."""
     out_file = PREDICTIONS_DIR / f"{_key(request)}.json"
     if not out_file.is_file():
         with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +94,8 @@ def find_or_predict(request: PeakRequest) -> MemoryPrediction:
 
 
 def _key(request: PeakRequest) -> str:
-    parts = [str(FORMAT_VERSION), request.model_dump_json(exclude={"base_model_dir", "out_file"})]
+    parts = [request.model_dump_json(exclude={"base_model_dir", "out_file"})]
     parts += [version(library) for library in ("torch", "transformers", "trl")]
-    parts.append((request.base_model_dir / "config.json").read_text(encoding="utf-8"))
+    files = [request.base_model_dir / "config.json", *(PROJECT_DIR / "tasks" / name for name in SOURCES)]
+    parts += [path.read_text(encoding="utf-8") for path in files]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
