@@ -77,7 +77,7 @@ class Overhead(Record):
 
     runtime_bytes: int = Field(description="what libraries load and start after the imports")
     bf16_runtime_bytes: int = Field(description="what they take besides in bf16: oneDNN's compiled kernels and scratch memory")
-    bytes_per_cache_element: float = Field(description="the heap that a growing KV cache, copied for every token, tears apart")
+    bytes_per_cache_element: float = Field(description="what the heap keeps: it goes with the KV cache's size, why is not known")
     error_share: float = Field(description="largest error on the peak that was measured, rounded up")
 
 
