@@ -8,7 +8,7 @@ export DO_NOT_TRACK = 1
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install data retrain smoke test check doctor decisions bench-numerics test-device ui clean
+.PHONY: help install data retrain smoke test check doctor decisions bench-numerics bench-memory test-device ui clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ smoke: install ## the whole pipeline on a tiny model, about a minute
 
 test: install ## the test suite
 	@$(BIN)/python -m pytest
+
+bench-memory: data ## predicted against measured peaks of training, about 10 minutes (FULL=1: with the points of calibration)
+	@$(BIN)/python -m tests.bench.memory $(if $(FULL),--full)
 
 test-device: install ## the training program's tests on the GPU at hand
 	@$(BIN)/python -m pytest -m 'gpu or device'

@@ -14,6 +14,7 @@ from tasks.hardware import detect_hardware
 from tasks.next_attempt import next_attempt
 from tasks.params import PrecisionMode
 from tasks.precision import decide_precision
+from tasks.prediction import predict_peak
 from tasks.records import RunRecord, RunSetting
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, open_run
@@ -56,6 +57,7 @@ def retrain(
     record_inputs(setting, resolved)
     finished = earlier_attempts(run)
     while attempt := next_attempt(plan, finished, resolved):
+        attempt = predict_peak(attempt, setting, resolved)
         finished = (*finished, train(attempt, setting, resolved))
     if finished[-1].outcome.status != "succeeded":
         conclude_failed(setting, resolved, finished)

@@ -17,6 +17,7 @@ from tasks.hardware import detect_hardware
 from tasks.params import Params, described_fields
 from tasks.places import RUNS_DIR
 from tasks.precision import plan_precision
+from tasks.prediction import with_predictions
 from tasks.processes import run_in_own_session
 from tasks.records import Hardware, PrecisionPlan, RunRecord
 from tasks.report import plan_text
@@ -76,7 +77,7 @@ def _plan(params: Params) -> tuple[Hardware, PrecisionPlan]:
         hardware = detect_hardware.fn(Path(folder))
     plan = plan_precision(hardware, params)
     check_engine(hardware, params)
-    return hardware, plan
+    return hardware, with_predictions(plan, hardware, params, lambda text: print(text, file=sys.stderr))
 
 
 def _stopped_text() -> str:

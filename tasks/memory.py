@@ -1,14 +1,16 @@
 """Decide whether a failure was a shortage of memory, and which kind. The only place that decides it; pure.
 
-The exception's type counts first, its message second, evidence about the process third.
+The exception's type counts first, its message second, evidence about the process third. Here too: what a process is expected
+to take, from what its tensors take.
 """
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from tasks.records import DeviceType, Record, ShortageKind
+from tasks.records import DeviceType, MemoryLevers, MemoryPrediction, Phase, Precision, Record, ShortageKind
 
 MB = 2**20
 
@@ -50,6 +52,41 @@ _FREE = re.compile(r"of which\s+" + _SIZE + r"\s+is free")
 _RESERVED_UNUSED = re.compile(_SIZE + r"\s+is reserved by PyTorch but unallocated")
 
 
+class PeakRequest(Record):
+    """What a predicted peak depends on."""
+
+    base_model_dir: Path
+    out_file: Path
+    device_type: DeviceType
+    precision: Precision
+    levers: MemoryLevers
+    prompt_length: int = Field(ge=1, description="tokens of the longest prompt")
+    completion_length: int = Field(ge=1, description="tokens")
+    beta: float = Field(description="above 0 a reference model is held beside the policy")
+
+
+class TensorBytes(Record):
+    """What a dry run counted."""
+
+    phases: dict[Phase, dict[str, int]] = Field(description="bytes of tensors by category at the peak of each phase")
+    cache_elements: int = Field(description="of the rollout's KV cache when its last token is sampled")
+
+
+class Overhead(Record):
+    """What a process takes beyond its tensors on a kind of device."""
+
+    runtime_bytes: int = Field(description="what libraries load and start after the imports")
+    bf16_runtime_bytes: int = Field(description="what they take besides in bf16: oneDNN's compiled kernels and scratch memory")
+    bytes_per_cache_element: float = Field(description="what the heap keeps: it goes with the KV cache's size, why is not known")
+    error_share: float = Field(description="largest error on the peak that was measured, rounded up")
+
+
+# Measured on scratch models of 0.1 and 11 million parameters, glibc's malloc, torch 2.13; `make bench-memory` scores it on others
+CPU_OVERHEAD = Overhead(runtime_bytes=37 * MB, bf16_runtime_bytes=49 * MB, bytes_per_cache_element=13.4, error_share=0.15)
+# not measured yet: what torch's caching allocator rounds and keeps is left to the error bound
+DEVICE_OVERHEAD = Overhead(runtime_bytes=64 * MB, bf16_runtime_bytes=0, bytes_per_cache_element=0, error_share=0.3)
+
+
 class Evidence(Record):
     """What is known of a failed process, from inside (exception) and outside (kernel)."""
 
@@ -61,6 +98,24 @@ class Evidence(Record):
     cgroup_oom_kills: int = Field(default=0, description="kills counted by the memory cgroup while the process ran")
     peak_rss_bytes: int | None = None
     host_memory_bytes: int | None = None
+
+
+def expected_peak(counted: TensorBytes, request: PeakRequest) -> MemoryPrediction:
+    """Return what a process is expected to take, from what its tensors take."""
+    overhead = CPU_OVERHEAD if request.device_type == "cpu" else DEVICE_OVERHEAD
+    beside = {
+        "runtime": overhead.runtime_bytes + (overhead.bf16_runtime_bytes if request.precision.label == "bf16" else 0),
+        "allocator": round(counted.cache_elements * overhead.bytes_per_cache_element),
+    }
+    phases = {phase: sum(sizes.values()) + sum(beside.values()) for phase, sizes in counted.phases.items()}
+    phase = max(phases, key=phases.__getitem__)
+    return MemoryPrediction(
+        peak_bytes=phases[phase],
+        error_bytes=round(phases[phase] * overhead.error_share),
+        phase=phase,
+        categories={**counted.phases[phase], **beside},
+        phases=phases,
+    )
 
 
 def classify_shortage(evidence: Evidence) -> ShortageKind | None:

@@ -5,13 +5,15 @@ from tasks.objectives import WIDER
 from tasks.params import Params
 from tasks.records import Attempt, FinishedAttempt, MemoryLevers, PrecisionPlan, Status
 
+SHORT = ("out_of_memory", "skipped")
+
 
 def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], params: Params) -> Attempt | None:
     """Return the attempt to make next, fitted to what came before it; None when the run is decided.
 
-    A shortage of memory leads to the next retry, a divergence to the plan's fallback in a wider precision, each begun once.
-    After a divergence nothing runs in a precision that diverged or in a narrower one: a retry then takes the fallback's.
-    What was interrupted or failed in an earlier start of the run is made again; what failed in this start is not.
+    A shortage of memory, met or predicted, leads to the next retry, a divergence to the plan's fallback in a wider precision,
+    each begun once. After a divergence nothing runs in a precision that diverged or in a narrower one: a retry then takes the
+    fallback's. What was interrupted or failed in an earlier start of the run is made again; what failed in this start is not.
     """
     if not finished:
         return plan.attempts[0]
@@ -21,7 +23,7 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
     diverged = {done.attempt.precision.label for done in finished if done.outcome.status == "diverged"}
     left = [attempt for attempt in plan.attempts if attempt.number not in begun]
     chosen: list[Attempt] = []
-    if status == "out_of_memory":
+    if status in SHORT:
         chosen = [_widened(attempt, last.attempt, diverged) for attempt in left if attempt.label == "retry"]
     elif status == "diverged" and not (last.outcome.failure and last.outcome.failure.error_type == NothingLearned.__name__):
         wider = [attempt for attempt in left if attempt.label == "fallback" and attempt.precision.label in WIDER[label]]
@@ -34,7 +36,7 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
 def run_status(finished: tuple[FinishedAttempt, ...]) -> Status:
     """Return how a run ended: a divergence counts also when what followed it did not fit in memory."""
     last = finished[-1].outcome.status
-    return "diverged" if last == "out_of_memory" and any(done.outcome.status == "diverged" for done in finished) else last
+    return "diverged" if last in SHORT and any(done.outcome.status == "diverged" for done in finished) else last
 
 
 def _widened(retry: Attempt, last: Attempt, diverged: set[str]) -> Attempt:
@@ -65,7 +67,7 @@ def _fitted(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Par
 
 def _smaller_rollout(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Params) -> tuple[MemoryLevers, list[str]]:
     # derived from the plan, never from the last attempt, so that nothing shrinks again and again
-    short = [(done.attempt.levers, done.outcome.failure) for done in finished if done.outcome.status == "out_of_memory"]
+    short = [(done.attempt.levers, done.outcome.failure) for done in finished if done.outcome.status in SHORT]
     failed = [_chunk(levers) for levers, failure in short if failure and failure.phase == "rollout"]
     if not failed:
         return attempt.levers, []

@@ -189,6 +189,9 @@ class MemoryParams(Section):
     budget_mb: Megabytes | None = Field(
         None, description="MB training may take beyond the process after its imports; null: what the device has"
     )
+    preflight: Literal["skip", "warn", "off"] = Field(
+        "skip", description="an attempt that cannot fit by its predicted peak is not tried; warn: it is, with a warning; off: no prediction"
+    )
     retries: tuple[RetryParams, ...] = Field((RetryParams(),), description="attempts after a shortage, in order; [] for none")
 
 

@@ -111,6 +111,22 @@ class MemoryLevers(Record):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
 
+class MemoryPrediction(Record):
+    """What training is expected to take at its peak: the quantity that a budget limits and an outcome's peak measures."""
+
+    peak_bytes: int
+    error_bytes: int = Field(description="the measured peak lies within peak_bytes +- this")
+    phase: Phase = Field(description="where the peak comes")
+    categories: dict[str, int] = Field(description="bytes by what they hold, at the peak; their sum is peak_bytes")
+    phases: dict[Phase, int] = Field(description="highest use of each phase")
+    available_bytes: int | None = Field(default=None, description="what the attempt may take; null: not asked yet")
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it may fit: a shortage is certain only beyond the error bound."""
+        return self.available_bytes is None or self.peak_bytes - self.error_bytes <= self.available_bytes
+
+
 class Attempt(Record):
     """One training process of the plan."""
 
@@ -120,7 +136,7 @@ class Attempt(Record):
     levers: MemoryLevers
     engine: str
     rehearsal: bool = Field(default=False, description="an emulated precision on a CPU")
-    predicted_peak_bytes: int | None = None
+    prediction: MemoryPrediction | None = None
     reason: str
     resume_from: Path | None = Field(default=None, description="training state to go on from")
     resumption: int = Field(default=0, ge=0, description="how often this attempt was begun before in the same run")

@@ -3,7 +3,7 @@
 import textwrap
 
 from tasks.memory import MB
-from tasks.records import Evaluation, FinishedAttempt, Hardware, MemoryLevers, PrecisionPlan, RunRecord
+from tasks.records import Evaluation, FinishedAttempt, Hardware, MemoryLevers, MemoryPrediction, PrecisionPlan, RunRecord
 
 
 def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
@@ -25,8 +25,22 @@ def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
         rehearsal = ", rehearsal" if attempt.rehearsal else ""
         lines.append(f"  {attempt.name} ({levers_text(attempt.levers)}{rehearsal})")
         lines += [_folded(f"    {attempt.reason}", 4)] if attempt.reason not in plan.reason else []
+        lines += [_folded(f"    {prediction_text(attempt.prediction)}", 4)] if attempt.prediction else []
     lines += [_folded(f"  not {other.precision}: {other.reason}", 4) for other in plan.ruled_out]
     return "\n".join(lines)
+
+
+def prediction_text(prediction: MemoryPrediction) -> str:
+    """Return a predicted peak, its error bound, what is available, and what the peak is made of."""
+    error = round(100 * prediction.error_bytes / prediction.peak_bytes)
+    available = ""
+    if prediction.available_bytes is not None:
+        sure = prediction.peak_bytes + prediction.error_bytes <= prediction.available_bytes
+        verdict = "fits" if sure else "may fit" if prediction.fits else "does not fit"
+        available = f" of {prediction.available_bytes / MB:,.0f} MB available: {verdict}"
+    parts = sorted(prediction.categories.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name.replace('_', ' ')} {size / MB:,.0f}" for name, size in parts if size >= MB)
+    return f"predicted peak {prediction.peak_bytes / MB:,.0f} MB +- {error} % in the {prediction.phase}{available} ({shown})"
 
 
 def levers_text(levers: MemoryLevers) -> str:

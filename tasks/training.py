@@ -17,8 +17,8 @@ from tasks.next_attempt import run_status
 from tasks.params import Params
 from tasks.processes import ProgramExit, run_program
 from tasks.progress import TrainingProgress
-from tasks.records import Attempt, FinishedAttempt, Hardware, Outcome, RunSetting, TrainingJob
-from tasks.report import attempt_text
+from tasks.records import Attempt, Failure, FinishedAttempt, Hardware, Outcome, RunSetting, TrainingJob
+from tasks.report import attempt_text, prediction_text
 from tasks.run_folder import interrupted_outcome
 
 
@@ -38,7 +38,7 @@ def train(attempt: Attempt, setting: RunSetting, params: Params) -> FinishedAtte
     logger.info("%s: %s", attempt.name, attempt.reason)
     log = AttemptLog(setting.tracked, attempt, attempt_dir, logger.warning)
     try:
-        outcome = _run_child(job, setting.hardware, log, logger.info)
+        outcome = _predicted_shortage(job, params) or _run_child(job, setting.hardware, log, logger.info)
     except BaseException:
         outcome = interrupted_outcome(job)
         log.close(outcome, patience_seconds=5.0)
@@ -48,6 +48,31 @@ def train(attempt: Attempt, setting: RunSetting, params: Params) -> FinishedAtte
     done = FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=attempt_dir)
     logger.info("%s%s", attempt_text(done), f": {outcome.failure.message}" if outcome.failure else "")
     return done
+
+
+def _predicted_shortage(job: TrainingJob, params: Params) -> Outcome | None:
+    """Return the outcome of an attempt that is not worth a process, if it is none."""
+    prediction = job.attempt.prediction
+    if prediction is None or prediction.fits or params.memory.preflight != "skip":
+        return None
+    message = f"{prediction_text(prediction)}; memory.preflight=warn tries it all the same"
+    failure = Failure(
+        phase=prediction.phase,
+        error_type="PredictedShortage",
+        message=message,
+        requested_bytes=prediction.peak_bytes,
+        available_bytes=prediction.available_bytes,
+    )
+    resumed = job.attempt.resume_from
+    return Outcome(
+        status="skipped",
+        shortage="device",
+        first_step=state_step(resumed) if resumed else 0,
+        steps_done=state_step(resumed) if resumed else 0,
+        total_steps=params.training.max_steps,
+        last_state_dir=resumed,
+        failure=failure,
+    )
 
 
 def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Callable[[str], None]) -> Outcome:
@@ -73,7 +98,7 @@ def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
     last = finished[-1]
     outcome, failure = last.outcome, last.outcome.failure
     log = f"The log is {last.attempt_dir / 'train.log'}."
-    if outcome.status in ("out_of_memory", "diverged"):
+    if outcome.status in ("out_of_memory", "skipped", "diverged"):
         return _used_up(finished, log)
     message = failure.message if failure else outcome.status
     if failure is not None and failure.error_type == "RefusedInput":

@@ -43,10 +43,19 @@ def test_a_new_run_begins_with_the_baseline_as_planned() -> None:
 
 
 def test_a_success_and_a_failure_of_now_end_the_run() -> None:
-    for status in ("succeeded", "failed", "cancelled", "skipped", "diverged"):
+    for status in ("succeeded", "failed", "cancelled", "diverged"):
         assert after(plan(), params_with(), status) is None
     assert after(plan(), params_with(), "backward", "succeeded") is None
-    assert after(plan(), params_with(), "backward", "backward") is None
+    for second in ("backward", "skipped"):
+        assert after(plan(), params_with(), "backward", second) is None
+
+
+def test_a_shortage_that_was_predicted_is_answered_like_one_that_was_met() -> None:
+    assert after(plan("mi300x"), params_with(), "skipped") == after(
+        plan("mi300x"),
+        params_with(),
+        "backward",
+    )
 
 
 def test_a_shortage_elsewhere_leaves_the_rollout_alone() -> None:

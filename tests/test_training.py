@@ -3,12 +3,27 @@
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted
+from tasks.next_attempt import next_attempt
 from tasks.params import Params
 from tasks.precision import plan_precision
-from tasks.records import Attempt, Failure, FinishedAttempt, Outcome
-from tasks.training import failure_of
+from tasks.records import (
+    ArtifactVersion,
+    Attempt,
+    DatasetVersion,
+    Failure,
+    FinishedAttempt,
+    MemoryPrediction,
+    Outcome,
+    RunFolder,
+    RunSetting,
+    SourceVersion,
+)
+from tasks.tracking.location import reaching
+from tasks.tracking.runs import open_parent_run
+from tasks.training import failure_of, train
 from tests.machines import hardware_of
 
 MB = 2**20
@@ -63,3 +78,32 @@ def test_a_run_without_signal_asks_for_other_problems_not_for_another_precision(
     error = failure_of((silent,))
     assert isinstance(error, Diverged) and error.exit_code == 4
     assert "ease the problems" in str(error) and "on_divergence" not in str(error)
+
+
+def test_an_attempt_that_cannot_fit_is_skipped_without_a_process_and_seen_in_mlflow(tmp_path: Path) -> None:
+    params, hardware = Params.model_validate({"memory": {"budget_mb": 100}}), hardware_of("cpu_epyc_9r14")
+    plan = plan_precision(hardware, params)
+    version = ArtifactVersion(path=tmp_path / "nothing", dvc_hash="0.dir", size_bytes=0, location="nowhere")
+    source = SourceVersion(git_commit=None, dirty=None)
+    run = RunFolder(name="r", run_dir=tmp_path / "r", started_at="now", flow_run_id="f", source=source)
+    tracked = open_parent_run(run, tmp_path / "state", params, hardware, plan)
+    dataset = DatasetVersion(version=version, num_train=1, num_eval=1, num_dropped=0)
+    setting = RunSetting(run=run, tracked=tracked, hardware=hardware, plan=plan, base_model=version, dataset=dataset)
+    prediction = MemoryPrediction(
+        peak_bytes=200 * MB, error_bytes=20 * MB, phase="rollout", categories={"weights": 200 * MB}, phases={}, available_bytes=100 * MB
+    )
+    attempt = plan.attempts[0].model_copy(update={"prediction": prediction, "resume_from": Path("states/checkpoint-5")})
+    with disable_run_logger():
+        done = train.fn(attempt, setting, params)
+    assert (done.outcome.status, done.outcome.steps_done) == ("skipped", 5) and done.outcome.failure is not None
+    for words in ("predicted peak 200 MB +- 10 % in the rollout", "100 MB available: does not fit", "memory.preflight=warn"):
+        assert words in done.outcome.failure.message
+    assert sorted(path.name for path in done.attempt_dir.iterdir() if path.suffix) == ["attempt.json", "outcome.json", "tracked.json"]
+    follows = next_attempt(plan, (done,), params)
+    assert follows is not None and follows.label == "retry" and follows.resume_from == Path("states/checkpoint-5")
+    error = failure_of((done,))
+    assert isinstance(error, NothingFitted) and "does not fit" in str(error)
+    with reaching(tracked.tracking_uri, "look") as client:
+        child = next(item for item in client.search_runs([tracked.experiment_id]) if item.info.run_id != tracked.run_id)
+    assert (child.info.status, child.data.tags["outcome.status"]) == ("FAILED", "skipped")
+    assert (child.data.metrics["predicted_peak_mb"], child.data.metrics["available_memory_mb"]) == (200, 100)

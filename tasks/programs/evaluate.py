@@ -15,7 +15,7 @@ from tasks.files import write_record
 from tasks.program_request import ANSWERS_FILE, PROGRESS_PREFIX, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import detect_device_type
-from tasks.programs.half_precision import fast_fp16_matmul
+from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
 from tasks.programs.observation import PrecisionMismatch, PrecisionObserver
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.programs.rewards import load_scorer
@@ -39,6 +39,7 @@ def answer_all(request: EvaluationRequest, out_file: Path) -> None:
     model = model.to("cuda" if device_type == "rocm" else device_type).eval()
     observer = PrecisionObserver()
     observer.attach(model)
+    read_head_once(model)
     completions: list[list[int]] = []
     with fast_fp16_matmul():
         for start in range(0, len(problems), request.batch_size):

@@ -18,6 +18,7 @@ from tasks.attempt_files import STATE_PREFIX, training_states
 from tasks.errors import Diverged
 from tasks.params import PrecisionParams
 from tasks.programs.gradients import RANGE_PROBLEM, GradientScan, first_non_finite_layer, scan_gradients
+from tasks.programs.half_precision import read_head_once
 from tasks.programs.mismatch import MismatchMeter, NonFiniteLogits, SamplingRecorder
 from tasks.programs.step_watch import StepWatch
 from tasks.records import Precision
@@ -148,9 +149,11 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         copied = (self.precision.mixed_precision, self.precision.sampling_dtype) != ("no", "float32")
         if copied:
             self.model_wrapped = policy = cast_copy(policy, getattr(torch, self.precision.sampling_dtype))
+        hook = read_head_once(policy)
         try:
             yield policy
         finally:
+            hook.remove()
             self.model_wrapped = training_model
             policy.__dict__.pop("generate", None)
             if copied:

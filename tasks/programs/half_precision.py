@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 _aten = torch.ops.aten
 _PRODUCTS: frozenset[Any] = frozenset(
@@ -37,6 +39,19 @@ class _WidenedProducts(TorchDispatchMode):  # type: ignore[misc]
 def _is_half_on_cpu(args: Sequence[Any]) -> bool:
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     return all(tensor.dtype == torch.float16 and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def read_head_once(model: PreTrainedModel) -> RemovableHandle:
+    """Let the language-model head see a contiguous input, until the handle is removed.
+
+    The last position of each prompt is a strided view, for which torch multiplies in batches: a CPU then copies the head's
+    16-bit weights once for every row (SmolLM2-135M, 32 prompts: 1.8 GB in bf16, 3.5 GB in fp16).
+    """
+
+    def contiguous(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in inputs)
+
+    return model.get_output_embeddings().register_forward_pre_hook(contiguous)
 
 
 def cpu_has_fp16_units() -> bool:

@@ -72,6 +72,9 @@ def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
         run_id = _open(client, parent.experiment_id, attempt.name, same, tags)
         shown = attempt.model_dump(mode="json", exclude={"reason"})
         log_params(client, run_id, {**flatten(shown), "precision": attempt.precision.label})
+        if attempt.prediction is not None and attempt.prediction.available_bytes is not None:
+            sizes = {"predicted_peak_mb": attempt.prediction.peak_bytes, "available_memory_mb": attempt.prediction.available_bytes}
+            log_values(client, run_id, {}, {name: size / MB for name, size in sizes.items()})
     return parent.model_copy(update={"run_id": run_id})
 
 

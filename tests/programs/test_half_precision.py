@@ -1,9 +1,13 @@
 """fp16 on a CPU has a tensor core's numerics: fp16 in, fp32 accumulate, fp16 out, overflow and underflow included (P1)."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.programs.half_precision import cpu_has_fp16_units, fast_fp16_matmul
+from tasks.programs.half_precision import cpu_has_fp16_units, fast_fp16_matmul, read_head_once
 
 pytestmark = pytest.mark.skipif(cpu_has_fp16_units(), reason="this CPU computes fp16 itself")
 
@@ -52,3 +56,27 @@ def test_other_dtypes_and_devices_are_left_alone() -> None:
     with fast_fp16_matmul():
         assert (left @ right).dtype == torch.bfloat16
         assert (left.float() @ right.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_last_position_of_each_prompt_meets_the_heads_weights_once(dtype: torch.dtype) -> None:
+    config = LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    seen: list[tuple[int, ...]] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[1].shape[-1] == config.vocab_size:
+                seen.append(tuple(args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    ids = torch.zeros(8, 5, dtype=torch.long)
+    with torch.no_grad():
+        plain = model(ids, logits_to_keep=1).logits
+        hook = read_head_once(model)
+        with Products():
+            once = model(ids, logits_to_keep=1).logits
+        hook.remove()
+    assert seen == [(64, 4096)]
+    assert torch.allclose(plain, once, atol=1e-2)
+    assert not model.lm_head._forward_pre_hooks

@@ -1,0 +1,200 @@
+"""Go through one GRPO step on fake tensors and count what is alive in each phase; no weights are loaded, nothing is computed.
+
+The step is one from the second on: optimizer states are there. The model, its dtypes, autocast, checkpointing, TRL's fused head
+and the rollout's copy are the real ones; only the sampling and GRPO's small tensors are written out again.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from tasks.memory import PeakRequest, TensorBytes
+from tasks.programs.grpo import cast_copy
+from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
+from tasks.records import Phase
+
+
+class _FakeTensors(FakeTensorMode):  # type: ignore[misc]
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeTensors":
+        # a copied model's tensors must stay in the mode of the original's
+        return self
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[misc]
+    """Follows every tensor's storage from the operation that makes it to its end; `peaks` holds bytes by category for each phase."""
+
+    def __init__(self, head_widths: frozenset[int]) -> None:
+        super().__init__()
+        self.category = "activations"
+        self.peaks: dict[Phase, dict[str, int]] = {}
+        self._phase: Phase = "load"
+        self._head_widths = head_widths
+        self._held: dict[int, tuple[str, int]] = {}
+        self._live: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                wide = leaf.dim() > 1 and leaf.shape[-1] in self._head_widths
+                self._hold(leaf, "logits" if wide and self.category == "activations" else self.category)
+        return result
+
+    def enter(self, phase: Phase) -> None:
+        """Count what is alive from here on to another phase."""
+        self._phase = phase
+        self._note()
+
+    def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Say what tensors are, if it was not known when they were made."""
+        for tensor in tensors:
+            self._hold(tensor, category)
+            key = id(tensor.untyped_storage())
+            if key in self._held:
+                known, size = self._held[key]
+                self._live[known] -= size
+                self._live[category] += size
+                self._held[key] = (category, size)
+
+    def _hold(self, tensor: torch.Tensor, category: str) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._held or not storage.nbytes():
+            return
+        self._held[key] = (category, storage.nbytes())
+        self._live[category] += storage.nbytes()
+        weakref.finalize(storage, self._free, key)
+        self._note()
+
+    def _free(self, key: int) -> None:
+        category, size = self._held.pop(key, ("", 0))
+        self._live[category] -= size
+
+    def _note(self) -> None:
+        if self._live.total() > sum(self.peaks.get(self._phase, {}).values()):
+            self.peaks[self._phase] = {name: size for name, size in self._live.items() if size}
+
+
+class _MarkedCache(DynamicCache):  # type: ignore[misc]
+    def __init__(self, ledger: Ledger, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self._ledger = ledger
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        kept = super().update(*args, **kwargs)
+        self._ledger.mark(kept, "kv_cache")
+        return kept
+
+
+def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
+    """Return bytes alive by category at the peak of each phase."""
+    widths = frozenset({config.vocab_size, 32768}) - {config.hidden_size, config.intermediate_size}
+    ledger = Ledger(widths)
+    attention = "eager" if request.device_type == "cpu" else "sdpa"
+    emulates_fp16 = "float16" in (request.precision.autocast_dtype, request.precision.sampling_dtype) and request.device_type == "cpu"
+    with _FakeTensors(), ledger, fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
+        ledger.category = "weights"
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        ledger.category = "reference_model"
+        # TRL loads it in fp32 and keeps it beside the policy
+        reference = [torch.empty_like(weight) for weight in model.parameters()] if request.beta else []
+        ledger.category = "activations"
+        add_fused_lm_head(model, cast_lm_head_to_fp32=request.precision.lm_head_fp32, outputs=("log_probs", "entropy"))
+        if request.levers.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = _with_states(model, ledger)
+        ledger.peaks.clear()
+        with torch.no_grad():
+            cache_elements = _rollout(model, request, ledger)
+        model.train()
+        ledger.enter("forward")
+        if request.levers.gradient_accumulation_steps > 1:
+            # as the micro-batch before leaves them
+            for weight in model.parameters():
+                weight.grad = torch.empty_like(weight)
+                ledger.mark([weight.grad], "gradients")
+        _micro_batch(model, request, ledger)
+        ledger.enter("optimizer")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    del reference
+    return TensorBytes(phases=ledger.peaks, cache_elements=cache_elements)
+
+
+def _with_states(model: PreTrainedModel, ledger: Ledger) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    with _counted_as(ledger, "optimizer_states"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: ledger.mark([weight.grad], "gradients"))
+    return optimizer
+
+
+@contextlib.contextmanager
+def _counted_as(ledger: Ledger, category: str) -> Iterator[None]:
+    before, ledger.category = ledger.category, category
+    yield
+    ledger.category = before
+
+
+def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> int:
+    """Take the prompts and the last token of a completion: what lies between needs less than the latter. Return the cache's size."""
+    ledger.enter("rollout")
+    dtype = getattr(torch, request.precision.sampling_dtype)
+    policy = model
+    if (request.precision.mixed_precision, request.precision.sampling_dtype) != ("no", "float32"):
+        with _counted_as(ledger, "rollout_weights"):
+            policy = cast_copy(model, dtype)
+    policy.eval()
+    hook = read_head_once(policy)
+    rows = min(request.levers.rollout_batch_size or request.levers.effective_batch_size, request.levers.effective_batch_size)
+    cache = _MarkedCache(ledger, model.config)
+    scores = _scores(policy, rows, request.prompt_length, 0, cache)
+    missing = request.completion_length - 2
+    if missing > 0:
+        for layer in cache.layers:
+            layer.keys, layer.values = (
+                torch.cat([old, old.new_empty(*old.shape[:2], missing, old.shape[3])], 2) for old in (layer.keys, layer.values)
+            )
+            ledger.mark((layer.keys, layer.values), "kv_cache")
+    # SamplingRecorder keeps the scores of the last token while the next is made
+    following = _scores(policy, rows, 1, request.prompt_length + max(missing, 0), cache)
+    (following / 1.0).logsumexp(dim=-1)
+    torch.softmax(following, dim=-1)
+    del scores
+    hook.remove()
+    return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+
+def _scores(policy: PreTrainedModel, rows: int, tokens: int, before: int, cache: DynamicCache) -> torch.Tensor:
+    ids, mask = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, before + tokens, dtype=torch.long)
+    out = type(policy).forward(policy, input_ids=ids, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=1)
+    scores: torch.Tensor = out.logits[:, -1].to(dtype=torch.float32, copy=True)
+    return scores
+
+
+def _micro_batch(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> None:
+    ids = torch.zeros(request.levers.per_device_train_batch_size, request.prompt_length + request.completion_length, dtype=torch.long)
+    labels = ids.clone()
+    labels[:, : request.prompt_length] = -100
+    half = request.precision.autocast_dtype
+    with torch.autocast("cpu", dtype=getattr(torch, half) if half != "float32" else torch.bfloat16, enabled=half != "float32"):
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+    log_probs = out.log_probs[:, -request.completion_length :]
+    ratio = torch.exp(log_probs - log_probs.detach())
+    loss = -torch.min(ratio, torch.clamp(ratio, 0.8, 1.2)).sum()
+    del out
+    ledger.enter("backward")
+    loss.backward()
