@@ -36,7 +36,7 @@ smoke: install ## the whole pipeline on a tiny model, about a minute
 test: install ## the test suite
 	@$(BIN)/python -m pytest
 
-bench-memory: data ## predicted against measured peaks of training, about 10 minutes (FULL=1: with the points of calibration)
+bench-memory: data ## predicted against measured peaks of training, about 20 minutes (FULL=1: the whole grid, hours)
 	@$(BIN)/python -m tests.bench.memory $(if $(FULL),--full)
 
 test-device: install ## the training program's tests on the GPU at hand
@@ -46,7 +46,13 @@ check: install ## ruff and mypy
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
 
 doctor: install ## what this machine offers and what is missing
-	@$(BIN)/python -m tasks.doctor
+	@$(BIN)/python -m pip check
+	@home="$${HALFSTEP_HOME:-$(CURDIR)}"; mkdir -p "$$home/runs" "$$home/state" && test -w "$$home/runs" -a -w "$$home/state" \
+	  || { echo "no write access to runs/ and state/ in $$home"; exit 1; }
+	@df -Pm "$${HALFSTEP_HOME:-$(CURDIR)}" \
+	  | awk 'NR == 2 { print $$4 " MB of disk free, a SmolLM2-135M run needs 5665 MB"; exit $$4 < 5665 }'
+	@echo "base model and dataset (dvc status):" && $(BIN)/python -m dvc status
+	@$(BIN)/python -m flows.retrain --plan
 
 decisions: install ## what is decided on every recorded machine, beside two common rules
 	@$(BIN)/python -m tests.bench.decisions

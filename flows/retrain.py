@@ -5,20 +5,18 @@ Launch: ``python -m flows.retrain [--params FILE] [key=value ...]``, or ``prefec
 
 from prefect import flow
 
-from tasks.base_model import fetch_base_model
-from tasks.checkpoint import version_checkpoint
+from tasks.artifacts import fetch_base_model, prepare_dataset, version_checkpoint
 from tasks.command_line import main
-from tasks.dataset import prepare_dataset
 from tasks.evaluation import evaluate
 from tasks.hardware import detect_hardware
 from tasks.next_attempt import next_attempt
 from tasks.params import PrecisionMode
 from tasks.precision import decide_precision
-from tasks.prediction import predict_peak
+from tasks.prediction import predict_peak, what_would_fit
 from tasks.records import RunRecord, RunSetting
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, open_run
-from tasks.run_log import close_as_failed, close_as_killed, conclude_failed, conclude_run, record_inputs, start_tracking
+from tasks.run_log import close_as_failed, close_as_killed, conclude_run, record_inputs, start_tracking
 from tasks.training import failure_of, train
 
 
@@ -60,8 +58,8 @@ def retrain(
         attempt = predict_peak(attempt, setting, resolved)
         finished = (*finished, train(attempt, setting, resolved))
     if finished[-1].outcome.status != "succeeded":
-        conclude_failed(setting, resolved, finished)
-        raise failure_of(finished)
+        conclude_run(setting, resolved, finished)
+        raise failure_of(finished, what_would_fit(setting, resolved, finished))
     checkpoint = version_checkpoint(run, finished[-1])
     evaluation = evaluate(setting, resolved, finished[-1], checkpoint)
     return conclude_run(setting, resolved, finished, evaluation, checkpoint)

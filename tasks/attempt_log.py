@@ -1,59 +1,100 @@
-"""One attempt in MLflow. MLflow being away never stops training: what did not arrive follows when the run concludes."""
+"""One attempt in MLflow: every point of `metrics.jsonl` arrives once, however often the server goes away.
 
+MLflow being away never stops training: what did not arrive follows when the run concludes. A batch that may or may not have
+arrived is sent again: MLflow's stores keep one point for the same name, step, time and value, and the time comes from the line.
+"""
+
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from tasks.errors import HalfstepError
-from tasks.files import read_record, write_record
+from tasks.files import GrowingFile
 from tasks.records import Attempt, FinishedAttempt, Outcome, TrackedRun
-from tasks.tracking.metrics import MetricsSender
-from tasks.tracking.runs import close_attempt_run, open_attempt_run
+from tasks.tracking.entities import MetricsLine
+from tasks.tracking.runs import close_attempt_run, log_steps, open_attempt_run
 
 DELIVERED_FILE = ".delivered"
 Warn = Callable[[str], None]
 
 
-def remembered_run(folder: Path, open_run: Callable[[], TrackedRun]) -> TrackedRun:
-    """Return the MLflow run that a folder stands for: the one of an earlier start, or the one that `open_run` opens."""
-    path = folder / "tracked.json"
-    if path.is_file():
-        return read_record(path, TrackedRun)
-    tracked = open_run()
-    write_record(path, tracked)
-    return tracked
-
-
 class AttemptLog:
     """Opens the attempt's run, sends its metrics while they grow, and closes it; tells `warn` instead of raising."""
 
-    def __init__(self, parent: TrackedRun, attempt: Attempt, attempt_dir: Path, warn: Warn) -> None:
+    def __init__(self, parent: TrackedRun, attempt: Attempt, attempt_dir: Path, warn: Warn, retry_seconds: float = 10.0) -> None:
+        """Begin at the file's start; `warn` is told once when the server goes away and once when it is back."""
         self._attempt_dir = attempt_dir
         self._warn = warn
-        self._sender: MetricsSender | None = None
+        self._retry_seconds = retry_seconds
+        self._file = GrowingFile(attempt_dir / "metrics.jsonl")
+        self._next_try = 0.0
+        self._fault = ""
+        self.pending: list[MetricsLine] = []
+        self.num_refused_lines = 0
+        self.run: TrackedRun | None = None
         try:
-            run = remembered_run(attempt_dir, lambda: open_attempt_run(parent, attempt))
-            self._sender = MetricsSender(run, attempt_dir / "metrics.jsonl", warn)
+            self.run = open_attempt_run(parent, attempt)
         except HalfstepError as error:
             warn(f"{error}. {attempt.name} goes on; it is logged when the run concludes")
 
     def send(self) -> None:
-        """Send what is new."""
-        if self._sender:
-            self._sender.send()
+        """Send what is new; after a failure, not again before `retry_seconds`."""
+        if self.run and time.monotonic() >= self._next_try:
+            self._send_new(self.run)
 
     def close(self, outcome: Outcome, patience_seconds: float) -> None:
         """Send the rest, trying for `patience_seconds`, and close the run; mark the folder if everything arrived."""
-        if not self._sender:
+        if not self.run:
             return
-        missing = self._sender.finish(patience_seconds)
+        missing = self.finish(self.run, patience_seconds)
         try:
-            close_attempt_run(self._sender.run, outcome, self._attempt_dir)
+            close_attempt_run(self.run, outcome, self._attempt_dir)
         except HalfstepError as error:
             missing = str(error)
         if missing:
             self._warn(missing)
         else:
             (self._attempt_dir / DELIVERED_FILE).touch()
+
+    def finish(self, run: TrackedRun, patience_seconds: float) -> str:
+        """Send the rest, trying again for `patience_seconds`, and return what a person must know; '' if everything arrived."""
+        deadline, path = time.monotonic() + patience_seconds, self._file.path
+        self._send_new(run)
+        while self.pending and time.monotonic() < deadline:
+            time.sleep(min(1.0, self._retry_seconds))
+            self._send_new(run)
+        notes = []
+        if self.pending:
+            num_points = sum(len(line.metrics) for line in self.pending)
+            notes.append(f"{num_points} points did not reach MLflow at {run.tracking_uri} ({self._fault}); they are in {path}")
+        if path.is_file() and path.stat().st_size > self._file.num_bytes:
+            notes.append(f"{path} ends in half a line, which was left out")
+        if self.num_refused_lines:
+            notes.append(f"{self.num_refused_lines} lines of {path} hold no metrics and were left out")
+        return "; ".join(notes)
+
+    def _send_new(self, run: TrackedRun) -> None:
+        for text in self._file.new_lines():
+            try:
+                self.pending.append(MetricsLine.model_validate_json(text))
+            except ValidationError:
+                self.num_refused_lines += 1
+                self._warn(f"a line of {self._file.path} holds no metrics and is left out: {text[:80]!r}")
+        if not self.pending:
+            return
+        try:
+            log_steps(run, self.pending)
+            self.pending.clear()
+            if self._fault:
+                self._warn("MLflow answers again; the points of the meantime are sent")
+                self._fault = ""
+        except HalfstepError as error:
+            self._next_try = time.monotonic() + self._retry_seconds
+            if not self._fault:
+                self._warn(f"MLflow is away; points stay in {self._file.path} and follow later: {error}")
+            self._fault = str(error)
 
 
 def deliver(parent: TrackedRun, done: FinishedAttempt, warn: Warn) -> None:

@@ -9,20 +9,19 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from pydantic import ValidationError
+from scipy.stats import binomtest
 
 from tasks.errors import HalfstepError
 from tasks.files import read_record, write_record
 from tasks.params import BUILT_IN_SCORERS, Params
 from tasks.places import STATE_DIR
-from tasks.program_request import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
+from tasks.program_request import EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
 from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
 from tasks.report import evaluation_text
 from tasks.versioning.inputs import input_key
 
-PROGRAM = "tasks.programs.evaluate"
 # part of the key of kept base results: raise it when the evaluation program or a built-in scorer answers differently
-FORMAT_VERSION = 1
-Z_95 = 1.959963984540054
+FORMAT_VERSION = 2
 
 
 @task(cache_policy=NO_CACHE)
@@ -33,9 +32,9 @@ def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt, checkpo
     """
     logger = get_run_logger()
     work_dir = setting.run.run_dir / "evaluation"
-    base = _base_answers(setting, params, done, work_dir, logger.info)
-    logger.info("evaluating the tuned model")
-    tuned = _answers(_request(setting, params, done, checkpoint.path), work_dir / "tuned", logger.info)
+    base_request = _request(setting, params, done, setting.base_model.path, work_dir / "base")
+    base = _answers(base_request, _kept_path(setting, base_request), logger.info)
+    tuned = _answers(_request(setting, params, done, checkpoint.path, work_dir / "tuned"), None, logger.info)
     evaluation = compare(base, tuned, done.attempt.precision.label, params)
     logger.info("accuracy %s", evaluation_text(evaluation))
     return evaluation
@@ -55,7 +54,8 @@ def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Par
         tuned=accuracy(tuned.answers, threshold),
         num_gained=num_gained,
         num_lost=num_lost,
-        p_value=exact_mcnemar(num_gained, num_lost),
+        # McNemar's exact test: gains against losses under a fair coin
+        p_value=float(binomtest(num_gained, num_gained + num_lost).pvalue) if num_gained + num_lost else 1.0,
         samples=tuple(
             SampledCompletion(
                 prompt=before.question,
@@ -73,31 +73,15 @@ def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Par
 def accuracy(answers: tuple[ScoredAnswer, ...], threshold: float) -> Accuracy:
     """Return the share of answers that score at least `threshold`, with its interval."""
     num_correct = sum(answer.score >= threshold for answer in answers)
-    low, high = wilson_interval(num_correct, len(answers))
+    interval = binomtest(num_correct, len(answers)).proportion_ci(method="wilson")
     return Accuracy(
         num_correct=num_correct,
         num_problems=len(answers),
         share=num_correct / len(answers),
-        low=low,
-        high=high,
+        low=float(interval.low),
+        high=float(interval.high),
         mean_score=math.fsum(answer.score for answer in answers) / len(answers),
     )
-
-
-def wilson_interval(num_correct: int, num_problems: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share. Source: Wilson, JASA 22 (1927) 209."""
-    share, z2 = num_correct / num_problems, Z_95**2
-    centre = share + z2 / (2 * num_problems)
-    half = Z_95 * math.sqrt(share * (1 - share) / num_problems + z2 / (4 * num_problems**2))
-    scale = 1 + z2 / num_problems
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
-
-
-def exact_mcnemar(num_gained: int, num_lost: int) -> float:
-    """Return the two-sided p-value of gains against losses under a fair coin. Source: McNemar, Psychometrika 12 (1947) 153."""
-    num_changed = num_gained + num_lost
-    tail = sum(math.comb(num_changed, k) for k in range(min(num_gained, num_lost) + 1))
-    return min(1.0, 2 * tail / (1 << num_changed))
 
 
 def spread(num_problems: int, num_samples: int) -> list[int]:
@@ -106,10 +90,11 @@ def spread(num_problems: int, num_samples: int) -> list[int]:
     return [index * num_problems // count for index in range(count)]
 
 
-def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path) -> EvaluationRequest:
+def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path, work_dir: Path) -> EvaluationRequest:
     return EvaluationRequest(
         model_dir=model_dir.resolve(),
         dataset_dir=setting.dataset.version.path.resolve(),
+        out_file=work_dir.resolve() / "answers.json",
         dataset=params.dataset,
         reward=params.reward,
         precision=done.attempt.precision,
@@ -118,24 +103,19 @@ def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_d
     )
 
 
-def _answers(request: EvaluationRequest, work_dir: Path, say: Callable[[str], None]) -> ModelAnswers:
-    ask_program(PROGRAM, request, work_dir, say)
-    return read_record(work_dir / ANSWERS_FILE, ModelAnswers)
-
-
-def _base_answers(setting: RunSetting, params: Params, done: FinishedAttempt, work_dir: Path, say: Callable[[str], None]) -> ModelAnswers:
-    request = _request(setting, params, done, setting.base_model.path)
-    kept = _kept_path(setting, request)
-    if kept is not None and kept.is_file():
+def _answers(request: EvaluationRequest, kept: Path | None, say: Callable[[str], None]) -> ModelAnswers:
+    if kept and kept.is_file():
         try:
             answers = read_record(kept, ModelAnswers)
             say(f"base model: answers of an earlier run with the same model, data and settings are used ({kept.name})")
             return answers
         except ValidationError:
             say(f"{kept} cannot be read and is made anew")
-    say("evaluating the base model")
-    answers = _answers(request, work_dir / "base", say)
-    if kept is not None:
+    work_dir = request.out_file.parent
+    say(f"evaluating the {work_dir.name} model")
+    ask_program("tasks.programs.evaluate", request, work_dir, say)
+    answers = read_record(request.out_file, ModelAnswers)
+    if kept:
         write_record(kept, answers)
     return answers
 
@@ -144,13 +124,8 @@ def _kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:
     # a scorer of the user's own may depend on anything, so its results are never used again
     if request.reward.scorer not in BUILT_IN_SCORERS:
         return None
-    asked = request.model_dump(mode="json", exclude={"model_dir", "dataset_dir"})
-    facts = {
-        "format_version": FORMAT_VERSION,
-        "base_model": setting.base_model.dvc_hash,
-        "dataset": setting.dataset.version.dvc_hash,
-        "device": setting.hardware.device_name,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
+    asked = request.model_dump(mode="json", exclude={"model_dir", "dataset_dir", "out_file"})
+    facts: dict[str, object] = {library: version(library) for library in ("torch", "transformers")}
+    facts |= {"base_model": setting.base_model.dvc_hash, "dataset": setting.dataset.version.dvc_hash}
+    facts |= {"device": setting.hardware.device_name, "format_version": FORMAT_VERSION}
     return STATE_DIR / "evaluations" / f"{input_key(asked | facts)}.json"

@@ -1,10 +1,11 @@
-"""Write files so that a reader sees the old one or the new one, never half of either."""
+"""Write files so that a reader sees the old one or the new one, never half of either; read one that grows by whole lines."""
 
 import contextlib
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,24 @@ def write_record(path: Path, record: BaseModel) -> None:
 def read_record(path: Path, kind: type[Model]) -> Model:
     """Read a record written by `write_record`."""
     return kind.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+@dataclass
+class GrowingFile:
+    """A file that another process appends to, read by whole lines, each of them once."""
+
+    path: Path
+    num_bytes: int = 0
+
+    def new_lines(self) -> list[str]:
+        """Return the lines that were finished since the last call; none as long as there is no file."""
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as stream:
+            stream.seek(self.num_bytes)
+            whole, end, _ = stream.read().rpartition(b"\n")
+        self.num_bytes += len(whole + end)
+        return whole.decode("utf-8", errors="replace").split("\n") if end else []
 
 
 @contextlib.contextmanager

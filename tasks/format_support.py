@@ -55,20 +55,21 @@ def apple_generation(name: str) -> int | None:
 def _cuda(device: DeviceFacts) -> Formats:
     capability = capability_numbers(device)
     where = f"compute capability {capability[0]}.{capability[1]}"
-    if capability >= (8, 0):
-        return Formats(_native(f"{where} >= 8.0: bf16 tensor cores"), _native(f"{where} >= 7.0: fp16 tensor cores"))
     bf16 = _emulated(f"{where} < 8.0: bf16 is stored but multiplied in fp32")
-    if NO_TENSOR_CORES.search(device.name):
+    fp16 = _native(f"{where} >= 7.0: fp16 tensor cores")
+    if capability >= (8, 0):
+        bf16 = _native(f"{where} >= 8.0: bf16 tensor cores")
+    elif NO_TENSOR_CORES.search(device.name):
         slow = "cuBLAS takes about 9 times longer in fp16 than in fp32"
-        return Formats(bf16, _emulated(f"{where}, but {device.name} has no tensor cores and {slow} (pytorch issue 121957)"))
-    if capability >= (7, 0):
-        return Formats(bf16, _native(f"{where} >= 7.0: fp16 tensor cores"))
-    if capability in {(5, 3), (6, 0), (6, 2)}:
+        fp16 = _emulated(f"{where}, but {device.name} has no tensor cores and {slow} (pytorch issue 121957)")
+    elif capability in {(5, 3), (6, 0), (6, 2)}:
         gain = "torch accumulates in fp32, so fp16 saves memory, not time"
-        return Formats(bf16, _native(f"{where} < 7.0: native fp16 arithmetic, but no tensor cores; {gain}"))
-    if capability == (6, 1):
-        return Formats(bf16, _emulated(f"{where}: fp16 instructions at 1/64 of the fp32 rate, so fp16 is multiplied in fp32"))
-    return Formats(bf16, _emulated(f"{where} < 5.3: no fp16 arithmetic, fp16 is stored but multiplied in fp32"))
+        fp16 = _native(f"{where} < 7.0: native fp16 arithmetic, but no tensor cores; {gain}")
+    elif capability == (6, 1):
+        fp16 = _emulated(f"{where}: fp16 instructions at 1/64 of the fp32 rate, so fp16 is multiplied in fp32")
+    elif capability < (7, 0):
+        fp16 = _emulated(f"{where} < 5.3: no fp16 arithmetic, fp16 is stored but multiplied in fp32")
+    return Formats(bf16, fp16)
 
 
 def _rocm(gfx: str) -> Formats:
@@ -84,12 +85,10 @@ def _rocm(gfx: str) -> Formats:
 
 
 def _xpu(device: DeviceFacts) -> Formats:
+    said = "has_fp16" if device.has_fp16 else "nothing against fp16, which Intel GPUs have"
+    fp16 = _native(f"{device.name} reports {said}")
     if device.has_fp16 is False:
         fp16 = FormatSupport(level=Support.none, fact=f"{device.name} reports has_fp16 = false")
-    else:
-        fp16 = _native(
-            f"{device.name} " + ("reports has_fp16" if device.has_fp16 else "reports nothing against fp16, which Intel GPUs have")
-        )
     if device.has_bf16:
         return Formats(_native(f"{device.name} reports bf16 conversions or matrix units"), fp16)
     if INTEL_WITH_XMX.search(device.name):

@@ -4,75 +4,68 @@ A torch build for CUDA or ROCm that finds no device means the CPU. Of several vi
 """
 
 import re
-from typing import NamedTuple
 
 from tasks.errors import RefusedInput
 from tasks.format_support import capability_numbers, cpu_formats, device_formats
 from tasks.machine_facts import DeviceFacts, MachineFacts
 from tasks.memory import MB
-from tasks.records import DeviceType, FormatSupport, Hardware, Support
+from tasks.records import FormatSupport, Hardware, Support
 
 STRENGTH = {Support.none: 0, Support.emulated: 1, Support.native: 2}
 
 
-class _Chosen(NamedTuple):
-    device_type: DeviceType
-    device_name: str
-    compute_capability: str | None
-    memory_total_bytes: int
-    memory_free_bytes: int
-    bf16: FormatSupport
-    fp16: FormatSupport
-    notes: tuple[str, ...]
-
-
 def judge(facts: MachineFacts) -> Hardware:
-    """Decide what a machine computes natively; of several devices the weaker one decides.
+    """Decide what a machine computes natively; without a device the processor is what is judged.
 
     Raises:
         RefusedInput: the torch build has no kernels for a visible device.
     """
-    chosen = _accelerator(facts) if facts.devices else _processor(facts)
+    _check_kernels(facts)
+    rocm = facts.hip_version is not None
+    judged = [(device, device_formats(device, rocm)) for device in facts.devices] or [(_processor(facts), cpu_formats(facts.cpu))]
+    weakest, (bf16, fp16) = min(
+        judged, key=lambda pair: (*(STRENGTH[support.level] for support in pair[1]), capability_numbers(pair[0]), _free(pair[0]))
+    )
+    # the weakest in bf16, which comes first, need not be the weakest in fp16
+    other, its = min(judged, key=lambda pair: STRENGTH[pair[1].fp16.level])
+    if STRENGTH[its.fp16.level] < STRENGTH[fp16.level]:
+        fp16 = FormatSupport(level=its.fp16.level, fact=f"{other.name}: {its.fp16.fact}")
+    tightest = min((device for device, _ in judged), key=_free)
+    notes = _device_notes(facts, weakest, tightest) if facts.devices else _processor_notes(facts)
     return Hardware(
-        **chosen._asdict() | {"notes": (*chosen.notes, *facts.host.notes, *facts.notes)},
-        device_count=max(1, len(facts.devices)),
+        device_type="rocm" if weakest.api == "cuda" and rocm else weakest.api,
+        device_name=weakest.name,
+        device_count=len(judged),
+        compute_capability=weakest.capability,
+        memory_total_bytes=tightest.memory_total_bytes,
+        memory_free_bytes=_free(tightest),
         host_memory_bytes=facts.host.usable_bytes,
         host_memory_fact=facts.host.fact,
+        bf16=bf16,
+        fp16=fp16,
         driver_version=facts.driver_version,
         torch_version=facts.torch_version,
         num_cpus=facts.cpu.num_cpus,
+        notes=(*notes, *facts.host.notes, *facts.notes),
     )
 
 
-def _processor(facts: MachineFacts) -> _Chosen:
+def _processor(facts: MachineFacts) -> DeviceFacts:
+    memory = facts.host
+    return DeviceFacts(api="cpu", name=facts.cpu.name, memory_total_bytes=memory.usable_bytes, memory_free_bytes=memory.free_bytes)
+
+
+def _processor_notes(facts: MachineFacts) -> list[str]:
     build = f"ROCm {facts.hip_version}" if facts.hip_version else f"CUDA {facts.cuda_version}" if facts.cuda_version else None
-    notes = []
     if build:
         hidden = "".join(f" ({name}={value!r})" for name, value in facts.visibility.items())
-        notes.append(f"torch is built for {build} but finds no device{hidden}: the CPU is used")
-    elif facts.driver_version:
-        notes.append(f"a GPU driver answers ({facts.driver_version}), but torch {facts.torch_version} is built without it: the CPU is used")
-    return _Chosen("cpu", facts.cpu.name, None, facts.host.usable_bytes, facts.host.free_bytes, *cpu_formats(facts.cpu), tuple(notes))
+        return [f"torch is built for {build} but finds no device{hidden}: the CPU is used"]
+    if facts.driver_version:
+        return [f"a GPU driver answers ({facts.driver_version}), but torch {facts.torch_version} is built without it: the CPU is used"]
+    return []
 
 
-def _accelerator(facts: MachineFacts) -> _Chosen:
-    rocm = facts.hip_version is not None
-    _check_kernels(facts)
-    judged = [(device, device_formats(device, rocm)) for device in facts.devices]
-    weakest, formats = min(
-        judged, key=lambda pair: (*(STRENGTH[support.level] for support in pair[1]), capability_numbers(pair[0]), _free(pair[0]))
-    )
-    tightest = min(facts.devices, key=_free)
-    # the weakest in bf16, which comes first, need not be the weakest in fp16
-    (bf16, fp16), (other, its) = formats, min(judged, key=lambda pair: STRENGTH[pair[1].fp16.level])
-    if STRENGTH[its.fp16.level] < STRENGTH[fp16.level]:
-        fp16 = FormatSupport(level=its.fp16.level, fact=f"{other.name}: {its.fp16.fact}")
-    device_type: DeviceType = "rocm" if weakest.api == "cuda" and rocm else weakest.api
-    notes = _device_notes(facts, weakest, tightest)
-    return _Chosen(device_type, weakest.name, weakest.capability, tightest.memory_total_bytes, _free(tightest), bf16, fp16, notes)
-
-
-def _device_notes(facts: MachineFacts, weakest: DeviceFacts, tightest: DeviceFacts) -> tuple[str, ...]:
+def _device_notes(facts: MachineFacts, weakest: DeviceFacts, tightest: DeviceFacts) -> list[str]:
     notes = [f"{name}={value!r} leaves {len(facts.devices)} device(s)" for name, value in facts.visibility.items()]
     names = [device.name for device in facts.devices]
     if len(set(names)) > 1:
@@ -82,13 +75,12 @@ def _device_notes(facts: MachineFacts, weakest: DeviceFacts, tightest: DeviceFac
     if _free(tightest) < 0.9 * tightest.memory_total_bytes:
         held = (tightest.memory_total_bytes - _free(tightest)) // MB
         notes.append(f"{held} MB of {tightest.memory_total_bytes // MB} MB on {tightest.name} are held by others or reserved")
-    return tuple(notes)
+    return notes
 
 
 def _check_kernels(facts: MachineFacts) -> None:
     usable = [index for index, device in enumerate(facts.devices) if _has_kernels(device, facts)]
-    lacking = next((device for index, device in enumerate(facts.devices) if index not in usable), None)
-    if lacking:
+    if lacking := next((device for index, device in enumerate(facts.devices) if index not in usable), None):
         keep = f"leave the others visible with CUDA_VISIBLE_DEVICES={','.join(map(str, usable))}"
         raise RefusedInput(
             f"{lacking.name} has compute capability {lacking.capability}, but torch {facts.torch_version} has kernels for "

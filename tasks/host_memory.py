@@ -1,12 +1,12 @@
 """How much host memory and how many CPUs this process may use: the kernel's figures, and its cgroup limits (v2 and v1).
 
-Only files under /proc and the cgroup mounts are read. Sources: cgroups(7), proc_pid_mountinfo(5), the kernel's
+psutil does not know cgroups, so their files are read here. Sources: cgroups(7), proc_pid_mountinfo(5), the kernel's
 admin-guide on cgroup-v2 (memory.max, memory.current, memory.stat, cpu.max), cgroup-v1/memory and sched-bwc.
 """
 
-import os
 from pathlib import Path, PurePosixPath
 
+import psutil
 from pydantic import Field
 
 from tasks.memory import MB
@@ -59,12 +59,7 @@ class HostMemory(Record):
 
 def read_host_memory(proc_dir: Path = Path("/proc")) -> HostMemory:
     """Read total and available host memory and every cgroup limit that holds for this process."""
-    meminfo = proc_dir / "meminfo"
-    if not meminfo.is_file():
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        note = f"{meminfo} does not exist: memory held by other processes is not known, all of the host's counts as available"
-        return HostMemory(source="sysconf SC_PHYS_PAGES", total_bytes=total, available_bytes=total, notes=(note,))
-    kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in meminfo.read_text().splitlines())}
+    memory = psutil.virtual_memory()
     limits: list[CgroupLimit] = []
     notes: list[str] = []
     for file in limit_files("memory", proc_dir):
@@ -75,9 +70,9 @@ def read_host_memory(proc_dir: Path = Path("/proc")) -> HostMemory:
         else:
             limits += [limit] if limit else []
     return HostMemory(
-        source=f"MemTotal of {meminfo}",
-        total_bytes=kilobytes["MemTotal"] * 1024,
-        available_bytes=kilobytes["MemAvailable"] * 1024,
+        source="MemTotal of /proc/meminfo" if psutil.LINUX else "psutil.virtual_memory",
+        total_bytes=memory.total,
+        available_bytes=memory.available,
         limits=tuple(limits),
         notes=tuple(notes),
     )

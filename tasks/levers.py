@@ -1,29 +1,37 @@
 """Levers on peak memory: what a retry pulls, and what to say of it. Pure."""
 
+from typing import NamedTuple
+
 from tasks.params import Params, RetryParams
-from tasks.records import MemoryLevers
+from tasks.records import DeviceType, MemoryLevers
+
+# rank of the adapters that a suggestion names
+LORA_RANK = 16
+LEVER_NAMES = {
+    "per_device_train_batch_size": "micro-batch",
+    "gradient_checkpointing": "gradient checkpointing",
+    "rollout_batch_size": "rollout chunk",
+    "optimizer_8bit": "8-bit optimizer states",
+    "compact_allocator": "compact allocator",
+    "lora_rank": "LoRA rank",
+    "max_completion_length": "completion length",
+}
+TASK_CHANGING = {"LoRA rank", "completion length"}
 
 
 def baseline_levers(params: Params) -> MemoryLevers:
     """Return the levers as the params set them; auto with the objective memory starts with gradient checkpointing."""
-    training = params.training
+    # a completion length differs from the params' only in a retry
+    levers = MemoryLevers(**params.training.model_dump(include=set(MemoryLevers.model_fields) - {"max_completion_length"}))
     saves = params.precision.mode == "auto" and params.precision.objective == "memory"
-    return MemoryLevers(
-        per_device_train_batch_size=training.per_device_train_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        gradient_checkpointing=training.gradient_checkpointing or saves,
-        rollout_batch_size=training.rollout_batch_size,
-    )
+    return with_lever(levers, "gradient_checkpointing", levers.gradient_checkpointing or saves)
 
 
 def retry_levers(baseline: MemoryLevers, retry: RetryParams) -> MemoryLevers:
     """Return the levers of a retry, derived from the baseline's; the effective batch stays the same."""
-    return MemoryLevers(
-        per_device_train_batch_size=baseline.per_device_train_batch_size // retry.micro_batch_divisor,
-        gradient_accumulation_steps=baseline.gradient_accumulation_steps * retry.micro_batch_divisor,
-        gradient_checkpointing=baseline.gradient_checkpointing or retry.gradient_checkpointing,
-        rollout_batch_size=baseline.rollout_batch_size,
-    )
+    smaller = with_lever(baseline, "per_device_train_batch_size", baseline.per_device_train_batch_size // retry.micro_batch_divisor)
+    pulled = ("gradient_checkpointing", "optimizer_8bit", "compact_allocator", "lora_rank", "max_completion_length")
+    return smaller.model_copy(update={name: getattr(retry, name) or getattr(baseline, name) for name in pulled})
 
 
 def precision_effect(old: str, new: str) -> str:
@@ -37,18 +45,63 @@ def precision_effect(old: str, new: str) -> str:
     return f"Going from {old} to {new} frees no memory by itself, both take 2 bytes"
 
 
+class Change(NamedTuple):
+    """One lever that is set otherwise, and the levers with it and all changes before it."""
+
+    lever: str
+    text: str
+    levers: MemoryLevers
+
+
+def changes(old: MemoryLevers, new: MemoryLevers) -> list[Change]:
+    """Return what leads from `old` to `new`, one lever at a time."""
+    steps: list[Change] = []
+    for field, name in LEVER_NAMES.items():
+        before, after = getattr(old, field), getattr(new, field)
+        if before != after:
+            levers = with_lever(steps[-1].levers if steps else old, field, after)
+            steps.append(Change(name, f"{_shown(before)} -> {_shown(after)}", levers))
+    return steps
+
+
+def with_lever(levers: MemoryLevers, field: str, value: object) -> MemoryLevers:
+    """Return levers with one of them set; accumulation follows the micro-batch, so that the effective batch stays."""
+    update = {field: value}
+    if field == "per_device_train_batch_size" and isinstance(value, int):
+        update["gradient_accumulation_steps"] = levers.effective_batch_size // value
+    return levers.model_copy(update=update)
+
+
 def levers_pulled(old: MemoryLevers, new: MemoryLevers) -> str:
-    """Say which levers change, old -> new."""
-    changes = [
-        ("micro-batch", str(old.per_device_train_batch_size), str(new.per_device_train_batch_size)),
-        ("gradient accumulation", str(old.gradient_accumulation_steps), str(new.gradient_accumulation_steps)),
-        ("gradient checkpointing", _switch(old.gradient_checkpointing), _switch(new.gradient_checkpointing)),
-    ]
-    pulled = ", ".join(f"{name} {before} -> {after}" for name, before, after in changes if before != after)
+    """Say which levers change, old -> new, and which of them change the task."""
+    pulled = [f"{lever}{' (changes the task)' * (lever in TASK_CHANGING)} {text}" for lever, text, _ in changes(old, new)]
     if not pulled:
         return "No lever is pulled: only a smaller rollout chunk, after a shortage in the rollout, can free memory"
-    return f"Levers pulled: {pulled}; the effective batch stays {new.effective_batch_size}"
+    return f"Levers pulled: {', '.join(pulled)}; the effective batch stays {new.effective_batch_size}"
 
 
-def _switch(value: bool) -> str:
-    return "on" if value else "off"
+def single_levers(levers: MemoryLevers) -> list[Change]:
+    """Return each lever that is not yet pulled, pulled alone."""
+    half, odd = divmod(levers.per_device_train_batch_size, 2)
+    wanted = {
+        "per_device_train_batch_size": levers.per_device_train_batch_size if odd else half,
+        "gradient_checkpointing": True,
+        "rollout_batch_size": max(1, (levers.rollout_batch_size or levers.effective_batch_size) // 2),
+        "optimizer_8bit": levers.optimizer_8bit or levers.lora_rank is None,
+        "compact_allocator": True,
+        "lora_rank": levers.lora_rank or LORA_RANK,
+    }
+    return [change for field, value in wanted.items() for change in changes(levers, with_lever(levers, field, value))]
+
+
+def thriftier(levers: MemoryLevers, device_type: DeviceType) -> list[MemoryLevers]:
+    """Return levers that take less and less; what changes the task (LoRA) comes last."""
+    pulled = {"gradient_checkpointing": True, "rollout_batch_size": 1, "compact_allocator": device_type != "mps"}
+    small = levers.model_copy(update=pulled)
+    small = with_lever(small, "per_device_train_batch_size", 1)
+    full = levers.lora_rank is None
+    return [small, with_lever(small, "optimizer_8bit", full), with_lever(small, "lora_rank", levers.lora_rank or LORA_RANK)]
+
+
+def _shown(value: bool | int | None) -> str:
+    return "all" if value is None else ("off", "on")[value] if isinstance(value, bool) else str(value)

@@ -1,5 +1,6 @@
 """Raw facts of a machine, as its tools and torch report them; written as JSON, they are a recorded machine."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -9,9 +10,9 @@ from tasks.records import Record
 
 
 class DeviceFacts(Record):
-    """What torch says of one visible accelerator."""
+    """What torch says of one visible accelerator, or of the processor where there is none."""
 
-    api: Literal["cuda", "xpu", "mps", "npu"] = Field(description="torch module it is reached by; ROCm is reached by cuda")
+    api: Literal["cuda", "xpu", "mps", "npu", "cpu"] = Field(description="torch module it is reached by; ROCm is reached by cuda")
     name: str
     capability: str | None = Field(default=None, description="'8.0' on CUDA, 'gfx942' on ROCm")
     memory_total_bytes: int
@@ -47,3 +48,10 @@ class MachineFacts(Record):
     cpu: CpuFacts
     host: HostMemory
     notes: tuple[str, ...] = ()
+
+
+class DetectRequest(Record):
+    """Facts of this machine are wanted, and what they are judged to be."""
+
+    facts_file: Path
+    hardware_file: Path

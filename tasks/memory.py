@@ -1,90 +1,63 @@
 """Decide whether a failure was a shortage of memory, and which kind. The only place that decides it; pure.
 
-The exception's type counts first, its message second, evidence about the process third. Here too: what a process is expected
-to take, from what its tensors take.
+The exception's type counts first, its message second, evidence about the process third.
 """
 
 import re
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from tasks.records import DeviceType, MemoryLevers, MemoryPrediction, Phase, Precision, Record, ShortageKind
+from tasks.records import DeviceType, Record, ShortageKind
 
 MB = 2**20
 
-# Exceptions that are never a shortage, whatever their text says.
+# Exceptions that are never a shortage, whatever their text, or what they were raised from, says.
 _NEVER = frozenset({"ScorerFailed", "Diverged", "RefusedInput", "StopRequested"})
-# torch.OutOfMemoryError is raised for accelerators only.
-_DEVICE_TYPES = frozenset({"OutOfMemoryError"})
-_HOST_TYPES = frozenset({"MemoryError"})
-
 Holder = Literal["device", "host"]
+# torch.OutOfMemoryError is raised for accelerators only
+_TYPES: dict[str, Holder] = {"OutOfMemoryError": "device", "MemoryError": "host"}
 
-# (text found in the message, whose memory ran out). Sources: texts printed by torch's allocators, cuBLAS, cuDNN, NVML,
-# vLLM and glibc; accelerate 1.15's should_reduce_batch_size knows only some of them.
-_TEXTS: tuple[tuple[str, Holder], ...] = (
-    ("CUDA out of memory", "device"),
-    ("CUDA error: out of memory", "device"),
-    ("HIP out of memory", "device"),
-    ("XPU out of memory", "device"),
-    ("NPU out of memory", "device"),
-    ("MPS backend out of memory", "device"),
-    ("CUBLAS_STATUS_ALLOC_FAILED", "device"),
-    ("CUDNN_STATUS_ALLOC_FAILED", "device"),
-    ("NVML_SUCCESS == r INTERNAL ASSERT FAILED", "device"),
-    ("No available memory for the cache blocks", "device"),
-    ("DefaultCPUAllocator: can't allocate memory", "host"),
-    ("DefaultCPUAllocator: not enough memory", "host"),
-    ("std::bad_alloc", "host"),
-    ("Cannot allocate memory", "host"),
-    ("can't start new thread", "host"),
+# (whose memory ran out, pattern of a line of the message), device first; tests/test_memory.py holds a message of each with its
+# public source. accelerate 1.15's should_reduce_batch_size knows only some of them.
+_TEXTS: tuple[tuple[Holder, str], ...] = (
+    # torch's allocators; the runtime and the driver below them; what torch asserts of NVML when it reports that memory ran out
+    ("device", r"(CUDA|HIP|XPU|NPU|MPS backend) out of memory|(CUDA|HIP)( driver)? error: out of memory"),
+    ("device", r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"),
+    # libraries on CUDA and ROCm: BLAS, solvers, FFT, convolutions, collectives, 8-bit optimizers
+    ("device", r"(CU|HIP)(BLAS|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|SPARSE_STATUS_INSUFFICIENT_RESOURCES|FFT_ALLOC_FAILED"),
+    ("device", r"CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|rocblas_status_memory_error"),
+    ("device", r"miopenStatusAllocFailed|Memory not available to allocate buffer|(Cuda|HIP) failure (\d+ )?'out of memory'"),
+    ("device", r"Failed to CUDA calloc|Error out of memory at line \d+ in file"),
+    # Level Zero, Metal, Ascend
+    ("device", r"(UR|PI|ZE)_(RESULT_)?ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)"),
+    ("device", r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Invalid buffer size: [\d.]+ [KMGT]i?B"),
+    ("device", r"EL0004\)?:.*Failed to allocate memory|Failed to apply for memory"),
+    # vLLM
+    ("device", r"No available memory for the cache blocks|[Ff]ree memory on device .* less than desired GPU memory utilization"),
+    ("device", r"larger than the (available KV cache memory|maximum number of tokens that can be stored in KV cache)"),
+    # torch on a CPU, glibc and C++; Rust (tokenizers, safetensors), Arrow, numpy, Python; the host's side of a device
+    ("host", r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc"),
+    ("host", r"memory allocation of \d+ bytes failed|malloc of size \d+ failed|Unable to allocate .* for an array|^MemoryError"),
+    ("host", r"(UR|PI|ZE)_(RESULT_)?ERROR_OUT_OF_HOST_MEMORY|CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
 )
-# oneDNN says this of a shortage and of a shape it does not know: a shortage only where next to nothing was left
-_AMBIGUOUS_TEXTS = ("could not create a primitive", "could not execute a primitive")
+# said of a shortage and of other faults too (an unknown shape, a driver, a limit on threads): a shortage only where next to
+# nothing was left on the device
+_AMBIGUOUS = r"could not (create|execute) a primitive|can't start new thread|CUBLAS_STATUS_NOT_INITIALIZED|nable to find an? (valid|engine)"
 SCARCE_BYTES = 32 * MB
+# of what is in use: nearly every shortage on a GPU leaves some memory reserved and unused, too little to carry an attempt further
+FRAGMENTED_SHARE = 0.05
 
-_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
-_SIZE = r"([\d.]+)\s*(bytes|[KMG]i?B)"
-_REQUESTED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate)\s+" + _SIZE)
-_FREE = re.compile(r"of which\s+" + _SIZE + r"\s+is free")
-_RESERVED_UNUSED = re.compile(_SIZE + r"\s+is reserved by PyTorch but unallocated")
-
-
-class PeakRequest(Record):
-    """What a predicted peak depends on."""
-
-    base_model_dir: Path
-    out_file: Path
-    device_type: DeviceType
-    precision: Precision
-    levers: MemoryLevers
-    prompt_length: int = Field(ge=1, description="tokens of the longest prompt")
-    completion_length: int = Field(ge=1, description="tokens")
-    beta: float = Field(description="above 0 a reference model is held beside the policy")
-
-
-class TensorBytes(Record):
-    """What a dry run counted."""
-
-    phases: dict[Phase, dict[str, int]] = Field(description="bytes of tensors by category at the peak of each phase")
-    cache_elements: int = Field(description="of the rollout's KV cache when its last token is sampled")
-
-
-class Overhead(Record):
-    """What a process takes beyond its tensors on a kind of device."""
-
-    runtime_bytes: int = Field(description="what libraries load and start after the imports")
-    bf16_runtime_bytes: int = Field(description="what they take besides in bf16: oneDNN's compiled kernels and scratch memory")
-    bytes_per_cache_element: float = Field(description="what the heap keeps: it goes with the KV cache's size, why is not known")
-    error_share: float = Field(description="largest error on the peak that was measured, rounded up")
-
-
-# Measured on scratch models of 0.1 and 11 million parameters, glibc's malloc, torch 2.13; `make bench-memory` scores it on others
-CPU_OVERHEAD = Overhead(runtime_bytes=37 * MB, bf16_runtime_bytes=49 * MB, bytes_per_cache_element=13.4, error_share=0.15)
-# not measured yet: what torch's caching allocator rounds and keeps is left to the error bound
-DEVICE_OVERHEAD = Overhead(runtime_bytes=64 * MB, bf16_runtime_bytes=0, bytes_per_cache_element=0, error_share=0.3)
+_UNITS = {unit: 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1) for unit in (f"{letter}B", f"{letter}iB")}
+_SIZE = r"(\d+\.?\d*)\s*(?:bytes|([KMGT]i?B))?"
+_ASKED = r"[Tt]ried to (?:allocate|mmap)|Unable to allocate|memory allocation of|malloc of size|CUDA calloc|buffer(?: size)?:"
+_REQUESTED = re.compile(rf"(?:{_ASKED}|desired GPU memory utilization \([\d.]+,)\s+{_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free;|[Ff]ree memory on device [^(]*\((\d+\.?\d*)/\S+ ([KMGT]iB)")
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated|MPS allocated: {_SIZE}")
+_UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_RESERVED = re.compile(rf"{_SIZE} reserved in total by PyTorch")
+_ALLOWED = re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}")
+_OTHERS = re.compile(rf"other allocations: {_SIZE}")
 
 
 class Evidence(Record):
@@ -100,21 +73,18 @@ class Evidence(Record):
     host_memory_bytes: int | None = None
 
 
-def expected_peak(counted: TensorBytes, request: PeakRequest) -> MemoryPrediction:
-    """Return what a process is expected to take, from what its tensors take."""
-    overhead = CPU_OVERHEAD if request.device_type == "cpu" else DEVICE_OVERHEAD
-    beside = {
-        "runtime": overhead.runtime_bytes + (overhead.bf16_runtime_bytes if request.precision.label == "bf16" else 0),
-        "allocator": round(counted.cache_elements * overhead.bytes_per_cache_element),
-    }
-    phases = {phase: sum(sizes.values()) + sum(beside.values()) for phase, sizes in counted.phases.items()}
-    phase = max(phases, key=phases.__getitem__)
-    return MemoryPrediction(
-        peak_bytes=phases[phase],
-        error_bytes=round(phases[phase] * overhead.error_share),
-        phase=phase,
-        categories={**counted.phases[phase], **beside},
-        phases=phases,
+def evidence_of(error: BaseException, device_type: DeviceType, available_bytes: int | None) -> Evidence:
+    """Return what an exception says, with all that it was raised from or while handling, and the members of groups."""
+    chain = [error]
+    for inner in chain:  # it grows while it is walked
+        cause = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
+        members = inner.exceptions if isinstance(inner, BaseExceptionGroup) else ()
+        chain += [other for other in (cause, *members) if other and all(other is not known for known in chain)]
+    return Evidence(
+        device_type=device_type,
+        error_types=tuple(dict.fromkeys(kind.__name__ for item in chain for kind in type(item).__mro__)),
+        message="\ncaused by ".join(str(item) or type(item).__name__ for item in chain),
+        available_bytes=available_bytes,
     )
 
 
@@ -122,11 +92,13 @@ def classify_shortage(evidence: Evidence) -> ShortageKind | None:
     """Return which memory ran out, or None if the failure was something else.
 
     On a CPU the device's memory is the host's: what a budget or the allocator refuses there is a device shortage;
-    only a kill by the kernel is a host shortage.
+    only a kill by the kernel is a host shortage. A CPU's allocator prints no figures of its heap: its fragmentation
+    cannot be told from a shortage.
     """
     if _NEVER.intersection(evidence.error_types):
         return None
-    holder = _holder_of_type(evidence.error_types) or _holder_of_text(evidence)
+    by_type = (holder for name, holder in _TYPES.items() if name in evidence.error_types)
+    holder = next(by_type, None) or _holder_of_text(evidence)
     if holder == "host" and evidence.device_type != "cpu":
         return "host"
     if holder is not None:
@@ -134,44 +106,41 @@ def classify_shortage(evidence: Evidence) -> ShortageKind | None:
     return "host" if _killed_for_memory(evidence) else None
 
 
-def _holder_of_type(names: tuple[str, ...]) -> Holder | None:
-    if _DEVICE_TYPES.intersection(names):
-        return "device"
-    return "host" if _HOST_TYPES.intersection(names) else None
-
-
 def _holder_of_text(evidence: Evidence) -> Holder | None:
     scarce = evidence.available_bytes is not None and evidence.available_bytes < SCARCE_BYTES
-    if scarce and any(text in evidence.message for text in _AMBIGUOUS_TEXTS):
-        return "host"
-    return next((holder for text, holder in _TEXTS if text in evidence.message), None)
+    if scarce and re.search(_AMBIGUOUS, evidence.message):
+        return "device"
+    holders = (holder for holder, text in _TEXTS if re.search(text, evidence.message, re.MULTILINE))
+    return next((holder for holder in holders if holder == "host" or evidence.device_type != "cpu"), None)
 
 
 def _killed_for_memory(evidence: Evidence) -> bool:
-    if not evidence.killed_by_kernel:
-        return False
-    if evidence.cgroup_oom_kills > 0:
-        return True
-    if evidence.peak_rss_bytes is None or evidence.host_memory_bytes is None:
-        return False
-    return evidence.peak_rss_bytes > 0.95 * evidence.host_memory_bytes
+    near_limit = evidence.host_memory_bytes is not None and (evidence.peak_rss_bytes or 0) > 0.95 * evidence.host_memory_bytes
+    return evidence.killed_by_kernel and (evidence.cgroup_oom_kills > 0 or near_limit)
 
 
 def is_fragmented(message: str) -> bool:
-    """Return whether the allocator held unused memory of at least the size that it was asked for."""
-    requested, unused = requested_bytes(message), _size(_RESERVED_UNUSED.search(message))
-    return requested is not None and unused is not None and unused >= requested
+    """Return whether the allocator held enough unused memory for what it was asked for, and much of it."""
+    requested, allocated, reserved = (_size(pattern, message) for pattern in (_REQUESTED, _ALLOCATED, _RESERVED))
+    unused = _size(_UNUSED, message) if reserved is None else reserved - (allocated or 0)
+    return requested is not None and unused is not None and unused >= max(requested, FRAGMENTED_SHARE * (allocated or 0))
 
 
 def requested_bytes(message: str) -> int | None:
     """Return the bytes an allocator says it was asked for, if its message says so."""
-    return _size(_REQUESTED.search(message))
+    return _size(_REQUESTED, message)
 
 
 def free_bytes(message: str) -> int | None:
-    """Return the bytes an allocator says were free, if its message says so."""
-    return _size(_FREE.search(message))
+    """Return the bytes an allocator says were free, or what a limit on the process left if that is less; None without figures."""
+    allowed, free = _size(_ALLOWED, message), _size(_FREE, message)
+    taken = sum(_size(pattern, message) or 0 for pattern in (_ALLOCATED, _UNUSED, _OTHERS))
+    left = None if allowed is None else max(0, allowed - taken)
+    return min((size for size in (free, left) if size is not None), default=None)
 
 
-def _size(match: re.Match[str] | None) -> int | None:
-    return None if match is None else int(float(match.group(1)) * _UNITS[match.group(2)])
+def _size(pattern: re.Pattern[str], message: str) -> int | None:
+    if not (match := pattern.search(message)):
+        return None
+    number, *unit = (group for group in match.groups() if group is not None)
+    return int(float(number) * (_UNITS[unit[0]] if unit else 1))

@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-from tasks.params import Params
 from tasks.records import Hardware, Support
 
 Label = Literal["bf16", "fp16", "fp32"]
@@ -17,15 +16,16 @@ AIMS = {
 }
 
 
-def first_precision(hardware: Hardware, params: Params) -> tuple[Label, str]:
+def first_precision(hardware: Hardware, objective: str) -> tuple[Label, str]:
     """Return the precision that `precision.mode: auto` starts in, and the facts it rests on."""
-    objective = params.precision.objective
-    order = _order(objective, hardware)
+    cautious = hardware.device_type == "cpu" and objective in ("stability", "consistency")
+    order: tuple[Label, ...] = ("fp16", "bf16", "fp32") if objective == "consistency" else LABELS
+    if objective == "stability" and cautious:
+        order = ("bf16", "fp32")
     label = next(label for label in order if possible(label, hardware, rehearse=False))
     facts = [fact(other, hardware) for other in order[: order.index(label)]]
     if objective == "consistency" and facts:
         facts[0] += ", so the order of 'stability' holds"
-    cautious = hardware.device_type == "cpu" and objective in ("stability", "consistency")
     ends: dict[Label, str] = {
         "bf16": f"{fact(label, hardware)}, no grad scaler is needed",
         "fp16": f"{fact(label, hardware)}, with a grad scaler against underflow",
@@ -56,12 +56,6 @@ def fact(label: Label, hardware: Hardware) -> str:
         Support.none: f"{hardware.device_name} has no {label}",
     }
     return f"{verb[support.level]} ({support.fact}){never if emulated(label, hardware) else ''}"
-
-
-def _order(objective: str, hardware: Hardware) -> tuple[Label, ...]:
-    if objective == "consistency":
-        return ("fp16", "bf16", "fp32")
-    return ("bf16", "fp32") if objective == "stability" and hardware.device_type == "cpu" else LABELS
 
 
 def _level(label: Label, hardware: Hardware) -> Support:

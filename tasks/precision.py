@@ -60,7 +60,7 @@ def plan_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
         for label in LABELS
         if label not in {attempt.precision.label for attempt in attempts}
     )
-    return PrecisionPlan(attempts=attempts, reason=". ".join(parts), ruled_out=ruled_out)
+    return PrecisionPlan(attempts=attempts, reason=". ".join(parts), ruled_out=ruled_out, device_type=hardware.device_type)
 
 
 def _attempts(hardware: Hardware, params: Params) -> tuple[Attempt, ...]:
@@ -108,7 +108,7 @@ def _attempt(number: int, kind: str, label: Label, levers: MemoryLevers, reason:
 def _baseline(hardware: Hardware, params: Params) -> tuple[Label, str]:
     mode, objective = params.precision.mode, params.precision.objective
     if mode == "auto":
-        return first_precision(hardware, params)
+        return first_precision(hardware, objective)
     rehearsal = "; on a CPU that is a rehearsal, slow but true to the format" if emulated(mode, hardware) else ""
     overruled = f"; the mode overrules precision.objective {objective!r}" if objective != "stability" else ""
     return mode, f"precision.mode is {mode!r}: {fact(mode, hardware)}{rehearsal}{overruled}"

@@ -1,10 +1,10 @@
-"""Predict what each attempt takes before it is made, from a dry run in a child process, and compare it with what is available."""
+"""Predict what attempts take before they are made, from dry runs in a child process, and compare it with what is available."""
 
-import hashlib
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -12,37 +12,121 @@ from prefect.logging import get_run_logger
 
 from tasks.errors import HalfstepError
 from tasks.files import read_record
-from tasks.memory import MB, PeakRequest
+from tasks.levers import changes, single_levers, thriftier
+from tasks.memory import MB
+from tasks.next_attempt import SHORT
 from tasks.params import Params
+from tasks.peak_memory import PeakRequest, PredictionRequest, effects
 from tasks.places import PROJECT_DIR, STATE_DIR, STORE_DIR
 from tasks.program_request import ask_program
-from tasks.records import Attempt, Hardware, MemoryPrediction, PrecisionPlan, RunSetting
-from tasks.report import prediction_text
+from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryLevers, MemoryPrediction, Precision, PrecisionPlan, RunSetting
+from tasks.report import overrides_text, prediction_text
 from tasks.specs import MANIFEST_FILE, DatasetManifest, base_model_spec, dataset_spec
-from tasks.versioning.inputs import find_input
+from tasks.versioning.inputs import find_input, input_key
 
 PREDICTIONS_DIR = STATE_DIR / "predictions"
 # what of our own code a prediction rests on
-SOURCES = ("memory.py", "programs/dry_run.py", "programs/grpo.py", "programs/half_precision.py")
+SOURCES = ("peak_memory.py", *(f"programs/{name}.py" for name in ("dry_run", "predict_memory", "grpo", "half_precision", "device_memory")))
 Say = Callable[[str], None]
+
+
+class Forecast(NamedTuple):
+    """Predicts attempts on one machine, model and dataset; what it predicted before comes from ``state/predictions``."""
+
+    hardware: Hardware
+    params: Params
+    base_model_dir: Path
+    prompt_length: int
+    say: Say
+
+    def predict(self, settings: list[tuple[Precision, MemoryLevers]]) -> list[MemoryPrediction]:
+        """Return the prediction of each setting beside what is available.
+
+        Raises:
+            HalfstepError: the dry run failed; training may well work where it does.
+        """
+        training = self.params.training
+        requests = [
+            PeakRequest(
+                device_type=self.hardware.device_type,
+                precision=precision,
+                levers=levers,
+                prompt_length=self.prompt_length,
+                completion_length=levers.max_completion_length or training.max_completion_length,
+                beta=training.beta,
+            )
+            for precision, levers in settings
+        ]
+        names = [f"{input_key(self._depends_on(request))}.json" for request in requests]
+        missing = {name: request for name, request in zip(names, requests, strict=True) if not (PREDICTIONS_DIR / name).is_file()}
+        if missing:
+            asked = PredictionRequest(base_model_dir=self.base_model_dir.resolve(), out_dir=PREDICTIONS_DIR.resolve(), peaks=missing)
+            with tempfile.TemporaryDirectory() as folder:
+                ask_program("tasks.programs.predict_memory", asked, Path(folder), self.say)
+        return [self._beside_available(read_record(PREDICTIONS_DIR / name, MemoryPrediction)) for name in names]
+
+    def _depends_on(self, request: PeakRequest) -> dict[str, object]:
+        files = [self.base_model_dir / "config.json", *(PROJECT_DIR / "tasks" / name for name in SOURCES)]
+        versions = [version(library) for library in ("torch", "transformers", "trl")]
+        facts = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions}
+        return request.model_dump(mode="json") | facts | {"files": [path.read_text(encoding="utf-8") for path in files]}
+
+    def _beside_available(self, prediction: MemoryPrediction) -> MemoryPrediction:
+        free, budget = self.hardware.memory_free_bytes, self.params.memory.budget_mb
+        # on a CPU the imports come out of the same memory; a budget begins after them
+        free -= prediction.import_bytes if self.hardware.device_type == "cpu" else 0
+        available = free if budget is None else min(free, int(budget * MB))
+        return prediction.model_copy(update={"available_bytes": available})
 
 
 @task(cache_policy=NO_CACHE, task_run_name="predict {attempt.name}")
 def predict_peak(attempt: Attempt, setting: RunSetting, params: Params) -> Attempt:
-    """Return `attempt` with its predicted peak and what is available, unless memory.preflight is off."""
+    """Return `attempt` with its predicted peak, what is available, and what each change from the baseline does to it."""
+    logger = get_run_logger()
     if params.memory.preflight == "off":
         return attempt
+    baseline, precision = setting.plan.attempts[0], attempt.precision
+    steps = [(change.lever, change.text, (precision, change.levers)) for change in changes(baseline.levers, attempt.levers)]
+    if precision != baseline.precision:
+        steps.insert(0, ("precision", f"{baseline.precision.label} -> {precision.label}", (precision, baseline.levers)))
+    settings = [(precision, attempt.levers), (baseline.precision, baseline.levers), *(setting for *_, setting in steps)]
+    try:
+        found = _of_run(setting, params, logger.info).predict(settings)
+    except HalfstepError as error:
+        logger.warning("%s: no peak is predicted: %s", attempt.name, error)
+        return attempt
+    tell = logger.info if found[0].fits else logger.warning
+    tell("%s: %s", attempt.name, prediction_text(found[0]))
+    made = [(lever, text, its) for (lever, text, _), its in zip(steps, found[2:], strict=True)]
+    return attempt.model_copy(update={"prediction": found[0], "effects": effects(found[1], made, chained=True)})
+
+
+@task(cache_policy=NO_CACHE)
+def what_would_fit(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> str:
+    """Return the smallest change predicted to fit, as overrides, after a run that ended for want of memory; otherwise nothing."""
+    last = finished[-1].outcome
+    if last.status not in SHORT or last.shortage == "host" or params.memory.preflight == "off":
+        return ""
+    baseline = setting.plan.attempts[0]
+    tried = thriftier(baseline.levers, setting.hardware.device_type)
+    try:
+        found = _of_run(setting, params, get_run_logger().info).predict([(baseline.precision, levers) for levers in tried])
+    except HalfstepError as error:
+        return f"What would fit could not be predicted: {error}"
+    for levers, prediction in zip(tried, found, strict=True):
+        if prediction.fits:
+            sure = "would" if prediction.surely_fits else "might"
+            return f"By prediction this {sure} fit: {overrides_text(levers)} ({prediction_text(prediction)})"
+    return f"Nothing would fit, not even {overrides_text(tried[-1])}: {prediction_text(found[-1])}"
+
+
+def _of_run(setting: RunSetting, params: Params, say: Say) -> Forecast:
     prompt_length = read_record(setting.dataset.version.path / MANIFEST_FILE, DatasetManifest).longest_prompt
-    logger = get_run_logger()
-    predicted = _predicted(attempt, setting.hardware, params, setting.base_model.path, prompt_length, logger.warning)
-    if predicted.prediction:
-        tell = logger.info if predicted.prediction.fits else logger.warning
-        tell("%s: %s", attempt.name, prediction_text(predicted.prediction))
-    return predicted
+    return Forecast(setting.hardware, params, setting.base_model.path, prompt_length, say)
 
 
 def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Say) -> PrecisionPlan:
-    """Return `plan` with its attempts' predicted peaks, where its base model is there to look at; builds nothing."""
+    """Return `plan` with its attempts' predicted peaks and what each lever would free, if its base model is there; builds nothing."""
     if params.memory.preflight == "off":
         return plan
     model = find_input(PROJECT_DIR, "base_models", base_model_spec(params.base_model), STORE_DIR)
@@ -51,51 +135,14 @@ def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, sa
         say("no peak is predicted: the base model is not built yet; `make data` or a first run builds it")
         return plan
     longest = read_record(data.path / MANIFEST_FILE, DatasetManifest).longest_prompt if data else params.dataset.max_prompt_length
-    return plan.model_copy(
-        update={"attempts": tuple(_predicted(attempt, hardware, params, model.path, longest, say) for attempt in plan.attempts)}
-    )
-
-
-def available_bytes(hardware: Hardware, params: Params) -> int:
-    """Return what an attempt may take: the budget, or what is free if that is less."""
-    free = hardware.memory_free_bytes
-    return free if params.memory.budget_mb is None else min(free, int(params.memory.budget_mb * MB))
-
-
-def _predicted(attempt: Attempt, hardware: Hardware, params: Params, base_model_dir: Path, prompt_length: int, say: Say) -> Attempt:
-    request = PeakRequest(
-        base_model_dir=base_model_dir.resolve(),
-        out_file=Path(),
-        device_type=hardware.device_type,
-        precision=attempt.precision,
-        levers=attempt.levers,
-        prompt_length=prompt_length,
-        completion_length=params.training.max_completion_length,
-        beta=params.training.beta,
-    )
+    alone = single_levers(plan.attempts[0].levers)
+    settings = [(attempt.precision, attempt.levers) for attempt in plan.attempts]
+    settings += [(plan.attempts[0].precision, change.levers) for change in alone]
     try:
-        prediction = find_or_predict(request)
+        found = Forecast(hardware, params, model.path, longest, say).predict(settings)
     except HalfstepError as error:
-        # training may well work where the dry run does not
-        say(f"{attempt.name}: no peak is predicted: {error}")
-        return attempt
-    available = available_bytes(hardware, params)
-    return attempt.model_copy(update={"prediction": prediction.model_copy(update={"available_bytes": available})})
-
-
-def find_or_predict(request: PeakRequest) -> MemoryPrediction:
-    """Return the prediction for a request, made once for each model configuration, setting and version of the code."""
-    out_file = PREDICTIONS_DIR / f"{_key(request)}.json"
-    if not out_file.is_file():
-        with tempfile.TemporaryDirectory() as folder:
-            complete = request.model_copy(update={"out_file": out_file.resolve()})
-            ask_program("tasks.programs.predict_memory", complete, Path(folder), lambda line: None)
-    return read_record(out_file, MemoryPrediction)
-
-
-def _key(request: PeakRequest) -> str:
-    parts = [request.model_dump_json(exclude={"base_model_dir", "out_file"})]
-    parts += [version(library) for library in ("torch", "transformers", "trl")]
-    files = [request.base_model_dir / "config.json", *(PROJECT_DIR / "tasks" / name for name in SOURCES)]
-    parts += [path.read_text(encoding="utf-8") for path in files]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        say(f"no peak is predicted: {error}")
+        return plan
+    attempts = [one.model_copy(update={"prediction": its}) for one, its in zip(plan.attempts, found, strict=False)]
+    each = [(change.lever, change.text, its) for change, its in zip(alone, found[len(attempts) :], strict=True)]
+    return plan.model_copy(update={"attempts": tuple(attempts), "levers": effects(found[0], each, chained=False)})

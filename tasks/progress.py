@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -21,32 +22,32 @@ PANELS = (
 )
 
 
+@dataclass
 class TrainingProgress:
     """Tells `say` one line when a step is done, at most one in a few seconds, always the last step, and each new warning once."""
 
-    def __init__(self, attempt_dir: Path, first_step: int, total_steps: int, say: Callable[[str], None]) -> None:
-        self._attempt_dir = attempt_dir
-        self._shown_step = first_step
-        self._total_steps = total_steps
-        self._say = say
-        self._next_time = 0.0
-        self._warned: set[str] = set()
+    attempt_dir: Path
+    shown_step: int
+    total_steps: int
+    say: Callable[[str], None]
+    next_time: float = 0.0
+    warned: set[str] = field(default_factory=set)
 
     def update(self, *, final: bool = False) -> None:
         """Look for new steps and tell about the newest; `final` waits for nothing."""
-        if not final and time.monotonic() < self._next_time:
+        if not final and time.monotonic() < self.next_time:
             return
-        self._next_time = time.monotonic() + READ_EVERY_SECONDS
-        steps = read_steps(self._attempt_dir)
+        self.next_time = time.monotonic() + READ_EVERY_SECONDS
+        steps = read_steps(self.attempt_dir)
         for sign in warning_signs(steps):
-            if sign.name not in self._warned:
-                self._warned.add(sign.name)
-                self._say(f"warning, step {sign.step}, {sign.name}: {sign.message}")
-        if not steps or int(steps[-1]["step"]) == self._shown_step:
+            if sign.name not in self.warned:
+                self.warned.add(sign.name)
+                self.say(f"warning, step {sign.step}, {sign.name}: {sign.message}")
+        if not steps or int(steps[-1]["step"]) == self.shown_step:
             return
-        self._shown_step = int(steps[-1]["step"])
-        self._next_time = time.monotonic() + SHOWN_EVERY_SECONDS
-        self._say(progress_line(steps, self._total_steps, datetime.now().astimezone()))
+        self.shown_step = int(steps[-1]["step"])
+        self.next_time = time.monotonic() + SHOWN_EVERY_SECONDS
+        self.say(progress_line(steps, self.total_steps, datetime.now().astimezone()))
 
 
 def progress_line(steps: list[dict[str, float]], total_steps: int, now: datetime) -> str:
@@ -54,12 +55,11 @@ def progress_line(steps: list[dict[str, float]], total_steps: int, now: datetime
     last = steps[-1]
     recent = [step["step_time_ms"] for step in steps[-10:]]
     left = timedelta(milliseconds=sum(recent) / len(recent) * (total_steps - last["step"]))
-    parts = [f"step {last['step']:.0f}/{total_steps}"] + [f"reward {last['reward']:.3f}"] * ("reward" in last)
-    if "loss_scale" in last:
-        parts.append(f"loss scale {last['loss_scale']:g}")
+    parts = [f"step {last['step']:.0f}/{total_steps}"]
+    parts += [f"reward {last['reward']:.3f}"] if "reward" in last else []
+    parts += [f"loss scale {last['loss_scale']:g}"] if "loss_scale" in last else []
     parts += [f"{last['step_time_ms'] / 1000:.1f} s a step", f"peak {last['peak_memory_mb']:.0f} MB"]
-    if left:
-        parts.append(f"{duration(left)} left (until {now + left:%H:%M})")
+    parts += [f"{duration(left)} left (until {now + left:%H:%M})"] if left else []
     return "  ".join(parts)
 
 
@@ -83,6 +83,12 @@ def joined_steps(finished: tuple[FinishedAttempt, ...]) -> list[dict[str, float]
         if own:
             steps = {number: step for number, step in steps.items() if number < min(own)} | own
     return [steps[number] for number in sorted(steps)]
+
+
+def lost_steps(finished: tuple[FinishedAttempt, ...]) -> list[dict[str, float]]:
+    """Return the metrics of each step that does not count: a later attempt went on from a training state before it."""
+    kept = {step["time"] for step in joined_steps(finished)}
+    return [step for done in finished for step in read_steps(done.attempt_dir) if step["time"] not in kept]
 
 
 def draw_curves(finished: tuple[FinishedAttempt, ...], title: str, path: Path) -> Path:

@@ -104,6 +104,10 @@ class MemoryLevers(Record):
     gradient_accumulation_steps: int = Field(ge=1)
     gradient_checkpointing: bool
     rollout_batch_size: int | None = Field(default=None, ge=1, description="completions generated at once; null: all of a step")
+    optimizer_8bit: bool = Field(default=False, description="AdamW's two states in 8 bits a value instead of 32")
+    compact_allocator: bool = Field(default=False, description="the allocator gives freed memory back, or grows segments in place")
+    lora_rank: int | None = Field(default=None, ge=1, description="trains adapters of this rank on 16-bit weights; null: all weights")
+    max_completion_length: int | None = Field(default=None, ge=1, description="tokens; null: training.max_completion_length")
 
     @property
     def effective_batch_size(self) -> int:
@@ -119,12 +123,32 @@ class MemoryPrediction(Record):
     phase: Phase = Field(description="where the peak comes")
     categories: dict[str, int] = Field(description="bytes by what they hold, at the peak; their sum is peak_bytes")
     phases: dict[Phase, int] = Field(description="highest use of each phase")
+    import_bytes: int = Field(default=0, description="what the process takes before training, outside of peak and budget")
     available_bytes: int | None = Field(default=None, description="what the attempt may take; null: not asked yet")
 
     @property
     def fits(self) -> bool:
         """Return whether it may fit: a shortage is certain only beyond the error bound."""
         return self.available_bytes is None or self.peak_bytes - self.error_bytes <= self.available_bytes
+
+    @property
+    def surely_fits(self) -> bool:
+        """Return whether it fits even if it takes more than predicted, by the error bound."""
+        return self.available_bytes is None or self.peak_bytes + self.error_bytes <= self.available_bytes
+
+
+class LeverEffect(Record):
+    """What one change of an attempt does to its predicted peak."""
+
+    lever: str = Field(description="what changes, such as 'micro-batch'")
+    change: str = Field(description="such as '8 -> 4'")
+    peak_bytes: int = Field(description="predicted with this change and those before it")
+    freed: dict[str, int] = Field(description="bytes freed at the peak by category; negative where it takes more")
+
+    @property
+    def freed_bytes(self) -> int:
+        """Return what the peak falls by."""
+        return sum(self.freed.values())
 
 
 class Attempt(Record):
@@ -137,6 +161,7 @@ class Attempt(Record):
     engine: str
     rehearsal: bool = Field(default=False, description="an emulated precision on a CPU")
     prediction: MemoryPrediction | None = None
+    effects: tuple[LeverEffect, ...] = Field(default=(), description="what sets it apart from the baseline, one change after the other")
     reason: str
     resume_from: Path | None = Field(default=None, description="training state to go on from")
     resumption: int = Field(default=0, ge=0, description="how often this attempt was begun before in the same run")
@@ -161,6 +186,8 @@ class PrecisionPlan(Record):
     attempts: tuple[Attempt, ...] = Field(min_length=1)
     reason: str
     ruled_out: tuple[RuledOut, ...] = ()
+    levers: tuple[LeverEffect, ...] = Field(default=(), description="what each lever alone would free from the baseline")
+    device_type: DeviceType = Field(default="cpu", description="that it was made for")
 
 
 class ArtifactVersion(Record):
@@ -333,6 +360,8 @@ class RunRecord(Record):
     dataset: DatasetVersion
     base_model: ArtifactVersion
     attempts: tuple[FinishedAttempt, ...]
+    lost_steps: int = Field(default=0, description="steps done again, since an attempt went on from an earlier training state")
+    lost_tokens: int = Field(default=0, description="prompt and completion tokens of those steps")
     evaluation: Evaluation | None = None
     checkpoint: ArtifactVersion | None = None
     source: SourceVersion

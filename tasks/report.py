@@ -3,7 +3,7 @@
 import textwrap
 
 from tasks.memory import MB
-from tasks.records import Evaluation, FinishedAttempt, Hardware, MemoryLevers, MemoryPrediction, PrecisionPlan, RunRecord
+from tasks.records import Evaluation, FinishedAttempt, Hardware, LeverEffect, MemoryLevers, MemoryPrediction, PrecisionPlan, RunRecord
 
 
 def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
@@ -26,6 +26,9 @@ def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
         lines.append(f"  {attempt.name} ({levers_text(attempt.levers)}{rehearsal})")
         lines += [_folded(f"    {attempt.reason}", 4)] if attempt.reason not in plan.reason else []
         lines += [_folded(f"    {prediction_text(attempt.prediction)}", 4)] if attempt.prediction else []
+    if plan.levers:
+        lines.append(f"  each lever alone, by prediction, from {plan.attempts[0].name}:")
+        lines += [f"    {effect_text(effect)}; peak {effect.peak_bytes / MB:,.0f} MB" for effect in plan.levers]
     lines += [_folded(f"  not {other.precision}: {other.reason}", 4) for other in plan.ruled_out]
     return "\n".join(lines)
 
@@ -35,20 +38,41 @@ def prediction_text(prediction: MemoryPrediction) -> str:
     error = round(100 * prediction.error_bytes / prediction.peak_bytes)
     available = ""
     if prediction.available_bytes is not None:
-        sure = prediction.peak_bytes + prediction.error_bytes <= prediction.available_bytes
-        verdict = "fits" if sure else "may fit" if prediction.fits else "does not fit"
+        verdict = "fits" if prediction.surely_fits else "may fit" if prediction.fits else "does not fit"
         available = f" of {prediction.available_bytes / MB:,.0f} MB available: {verdict}"
-    parts = sorted(prediction.categories.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name.replace('_', ' ')} {size / MB:,.0f}" for name, size in parts if size >= MB)
+    shown = _by_category(prediction.categories)
     return f"predicted peak {prediction.peak_bytes / MB:,.0f} MB +- {error} % in the {prediction.phase}{available} ({shown})"
+
+
+def effect_text(effect: LeverEffect) -> str:
+    """Return what a lever changes at the predicted peak, in one line."""
+    size = round(effect.freed_bytes / MB)
+    what = f"frees {size:,} MB" if size > 0 else f"takes {-size:,} MB more" if size else "frees nothing"
+    parts = _by_category(effect.freed)
+    return f"{effect.lever} {effect.change} {what}{f' ({parts})' if parts else ''}"
+
+
+def _by_category(sizes: dict[str, int]) -> str:
+    parts = sorted(sizes.items(), key=lambda item: -abs(item[1]))
+    return ", ".join(f"{name.replace('_', ' ')} {size / MB:,.0f}" for name, size in parts if abs(size) >= MB)
+
+
+def overrides_text(levers: MemoryLevers) -> str:
+    """Return levers as overrides that can be pasted behind the command; no retry would have anything left to free."""
+    shown = {name: value for name, value in levers.model_dump(mode="json", exclude_none=True).items() if value is not False}
+    return " ".join([*(f"training.{name}={str(value).lower()}" for name, value in shown.items()), "memory.retries=[]"])
 
 
 def levers_text(levers: MemoryLevers) -> str:
     """Return an attempt's levers in a few words."""
-    checkpointing = "on" if levers.gradient_checkpointing else "off"
-    rollout = f", rollout chunk {levers.rollout_batch_size}" if levers.rollout_batch_size else ""
     size = f"micro-batch {levers.per_device_train_batch_size} x {levers.gradient_accumulation_steps}"
-    return f"{size}, gradient checkpointing {checkpointing}{rollout}"
+    parts = [size, f"gradient checkpointing {'on' if levers.gradient_checkpointing else 'off'}"]
+    parts += [f"rollout chunk {levers.rollout_batch_size}"] if levers.rollout_batch_size else []
+    parts += ["8-bit optimizer states"] if levers.optimizer_8bit else []
+    parts += ["compact allocator"] if levers.compact_allocator else []
+    parts += [f"LoRA rank {levers.lora_rank}"] if levers.lora_rank else []
+    parts += [f"completions of {levers.max_completion_length} tokens"] if levers.max_completion_length else []
+    return ", ".join(parts)
 
 
 def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) -> str:
@@ -63,6 +87,10 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
         *(f"  before      {attempt_text(done)}" for done in record.attempts[:-1]),
         f"  training    {attempt_text(last)}",
     ]
+    if last.attempt.effects:
+        lines.append(_folded(f"  memory      by prediction: {'; '.join(map(effect_text, last.attempt.effects))}"))
+    if record.lost_steps:
+        lines.append(f"  lost        {record.lost_steps} steps, {record.lost_tokens:,} tokens: done again from an earlier training state")
     rewards = [f"{step['reward']:.3f} (step {step['step']:.0f})" for step in steps if "reward" in step]
     if rewards:
         lines.append(f"  reward      {rewards[0]} -> {rewards[-1]}")

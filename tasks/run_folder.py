@@ -1,11 +1,10 @@
 """The folder of one run: opened, opened again for a resume, and what is found in it."""
 
-import fcntl
+import contextlib
 import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
 
 import yaml
 from prefect import task
@@ -13,15 +12,16 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from tasks.attempt_files import last_training_state, read_steps
+from tasks.attempt_files import last_training_state, read_steps, state_step
 from tasks.errors import RefusedInput
-from tasks.files import read_record, write_aside, write_record
+from tasks.files import file_lock, read_record, write_aside, write_record
 from tasks.params import Params
 from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
 from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
 
 PARAMS_FILE = "params.yaml"
-_HELD: list[tuple[RunFolder, BinaryIO]] = []
+_HELD: list[RunFolder] = []
+_LOCKS = contextlib.ExitStack()
 
 
 @task(cache_policy=NO_CACHE)
@@ -53,17 +53,17 @@ def hold(folder: RunFolder) -> None:
     Raises:
         RefusedInput: another process is at work on the run.
     """
-    stream = (folder.run_dir / ".lock").open("ab")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise RefusedInput(f"run {folder.name} is still running in another process; wait for its end, or stop it first") from None
-    _HELD.append((folder, stream))
+
+    def refuse() -> None:
+        raise RefusedInput(f"run {folder.name} is still running in another process; wait for its end, or stop it first")
+
+    _LOCKS.enter_context(file_lock(folder.run_dir / ".lock", refuse))
+    _HELD.append(folder)
 
 
 def held_run() -> RunFolder | None:
     """Return the run this process is at work on."""
-    return _HELD[-1][0] if _HELD else None
+    return _HELD[-1] if _HELD else None
 
 
 def find_run(name: str) -> RunFolder:
@@ -96,10 +96,11 @@ def interrupted_outcome(job: TrainingJob) -> Outcome:
     path = job.attempt_dir / "outcome.json"
     if path.is_file():
         return read_record(path, Outcome)
-    steps = read_steps(job.attempt_dir)
+    steps, first_step = read_steps(job.attempt_dir), state_step(job.attempt.resume_from)
     return Outcome(
         status="cancelled",
-        steps_done=int(steps[-1]["step"]) if steps else 0,
+        first_step=first_step,
+        steps_done=int(steps[-1]["step"]) if steps else first_step,
         total_steps=Params.model_validate(job.params).training.max_steps,
         last_state_dir=last_training_state(job.attempt_dir) or job.attempt.resume_from,
         failure=Failure(phase=None, error_type="ProcessDied", message="the attempt was interrupted and left no outcome"),

@@ -10,13 +10,13 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow, FlowStateHook
 from prefect.logging import get_logger, get_run_logger
 
-from tasks.attempt_log import deliver, remembered_run
+from tasks.attempt_log import deliver
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
 from tasks.next_attempt import run_status
 from tasks.params import Params
 from tasks.places import STATE_DIR
-from tasks.progress import draw_curves, duration, joined_steps
+from tasks.progress import draw_curves, duration, joined_steps, lost_steps
 from tasks.records import (
     ArtifactVersion,
     Evaluation,
@@ -29,7 +29,7 @@ from tasks.records import (
     TrackedRun,
 )
 from tasks.report import summary_text
-from tasks.tracking.runs import RunStatus, close_open_runs, close_parent_run, log_dataset, log_file, open_parent_run, reopen_run
+from tasks.tracking.runs import RunStatus, close_open_runs, close_parent_run, log_dataset, open_parent_run
 
 NETWORK_RETRIES = 2
 
@@ -37,9 +37,7 @@ NETWORK_RETRIES = 2
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
 def start_tracking(run: RunFolder, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
     """Open the run in MLflow, or open the one of an earlier start again."""
-    tracked = remembered_run(run.run_dir, lambda: open_parent_run(run, STATE_DIR, params, hardware, plan))
-    reopen_run(tracked, run.flow_run_id)
-    return tracked
+    return open_parent_run(run, STATE_DIR, params, hardware, plan)
 
 
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
@@ -51,29 +49,15 @@ def record_inputs(setting: RunSetting, params: Params) -> None:
 
 @task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
 def conclude_run(
-    setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...], evaluation: Evaluation, checkpoint: ArtifactVersion
+    setting: RunSetting,
+    params: Params,
+    finished: tuple[FinishedAttempt, ...],
+    evaluation: Evaluation | None = None,
+    checkpoint: ArtifactVersion | None = None,
 ) -> RunRecord:
-    """Write and log the record of a run that succeeded, with its summary and curves."""
-    record = _record(setting, params, finished).model_copy(update={"evaluation": evaluation, "checkpoint": checkpoint})
-    try:
-        _keep(setting, record)
-    except HalfstepError as error:
-        later = f"python -m flows.retrain --resume {record.run_name}"
-        raise HalfstepError(f"{error}\nThe run itself is done and its checkpoint is stored; log it later with: {later}") from error
-    return record
-
-
-@task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
-def conclude_failed(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> None:
-    """Write and log the record of a run in which no attempt succeeded; why it failed matters more than MLflow being away."""
-    try:
-        _keep(setting, _record(setting, params, finished))
-    except HalfstepError as error:
-        get_run_logger().warning(str(error))
-
-
-def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> RunRecord:
-    return RunRecord(
+    """Write and log the record of a run, with its summary and curves; why a run failed matters more than MLflow being away."""
+    lost = lost_steps(finished)
+    record = RunRecord(
         run_name=setting.run.name,
         started_at=setting.run.started_at,
         status=run_status(finished),
@@ -83,10 +67,22 @@ def _record(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
         dataset=setting.dataset,
         base_model=setting.base_model,
         attempts=finished,
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        lost_steps=len(lost),
+        lost_tokens=round(sum(step["tokens_per_second"] * step["step_time_ms"] / 1000 for step in lost)),
         source=setting.run.source,
         tracking_uri=setting.tracked.tracking_uri,
         tracking_run_id=setting.tracked.run_id,
     )
+    try:
+        _keep(setting, record)
+    except HalfstepError as error:
+        if record.status == "succeeded":
+            later = f"python -m flows.retrain --resume {record.run_name}"
+            raise HalfstepError(f"{error}\nThe run itself is done and its checkpoint is stored; log it later with: {later}") from error
+        get_run_logger().warning(str(error))
+    return record
 
 
 def _keep(setting: RunSetting, record: RunRecord) -> None:
@@ -95,9 +91,8 @@ def _keep(setting: RunSetting, record: RunRecord) -> None:
     write_aside(run_dir / "summary.txt", summary + "\n")
     for done in record.attempts:
         deliver(setting.tracked, done, get_run_logger().warning)
-    log_file(setting.tracked, draw_curves(record.attempts, record.run_name, run_dir / "curves.png"))
-    log_file(setting.tracked, run_dir / "summary.txt")
-    close_parent_run(setting.tracked, record, steps)
+    curves = draw_curves(record.attempts, record.run_name, run_dir / "curves.png")
+    close_parent_run(setting.tracked, record, steps, (curves, run_dir / "summary.txt"))
     # last: a run without it can be resumed
     write_record(run_dir / "run.json", record)
     create_markdown_artifact(f"```\n{summary}\n```", key="retrain-summary", description=f"Run {record.run_name}")

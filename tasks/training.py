@@ -13,9 +13,9 @@ from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, 
 from tasks.files import write_record
 from tasks.host_memory import cgroup_oom_kills
 from tasks.memory import MB
-from tasks.next_attempt import run_status
+from tasks.next_attempt import SHORT, preemptions, run_status
 from tasks.params import Params
-from tasks.processes import ProgramExit, run_program
+from tasks.processes import run_program
 from tasks.progress import TrainingProgress
 from tasks.records import Attempt, Failure, FinishedAttempt, Hardware, Outcome, RunSetting, TrainingJob
 from tasks.report import attempt_text, prediction_text
@@ -55,22 +55,20 @@ def _predicted_shortage(job: TrainingJob, params: Params) -> Outcome | None:
     prediction = job.attempt.prediction
     if prediction is None or prediction.fits or params.memory.preflight != "skip":
         return None
-    message = f"{prediction_text(prediction)}; memory.preflight=warn tries it all the same"
     failure = Failure(
         phase=prediction.phase,
         error_type="PredictedShortage",
-        message=message,
+        message=f"{prediction_text(prediction)}; memory.preflight=warn tries it all the same",
         requested_bytes=prediction.peak_bytes,
         available_bytes=prediction.available_bytes,
     )
-    resumed = job.attempt.resume_from
     return Outcome(
         status="skipped",
         shortage="device",
-        first_step=state_step(resumed) if resumed else 0,
-        steps_done=state_step(resumed) if resumed else 0,
+        first_step=state_step(job.attempt.resume_from),
+        steps_done=state_step(job.attempt.resume_from),
         total_steps=params.training.max_steps,
-        last_state_dir=resumed,
+        last_state_dir=job.attempt.resume_from,
         failure=failure,
     )
 
@@ -78,48 +76,54 @@ def _predicted_shortage(job: TrainingJob, params: Params) -> Outcome | None:
 def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Callable[[str], None]) -> Outcome:
     engine = ENGINES[job.attempt.engine]
     command = engine.command(job, hardware)
-    first_step = state_step(job.attempt.resume_from) if job.attempt.resume_from else 0
-    progress = TrainingProgress(job.attempt_dir, first_step, int(job.params["training"]["max_steps"]), say)
+    progress = TrainingProgress(job.attempt_dir, state_step(job.attempt.resume_from), int(job.params["training"]["max_steps"]), say)
+    for note in command.notes:
+        say(note)
     kills_before = cgroup_oom_kills()
 
     def watch() -> None:
         progress.update()
         log.send()
 
-    ended: ProgramExit = run_program(
-        command.module, command.arguments, job.attempt_dir / "train.log", environment=command.environment, on_tick=watch
-    )
+    log_path = job.attempt_dir / "train.log"
+    ended = run_program(command.module, command.arguments, log_path, environment=command.environment, on_tick=watch)
     progress.update(final=True)
     return engine.outcome(job, ended, hardware, cgroup_oom_kills() - kills_before)
 
 
-def failure_of(finished: tuple[FinishedAttempt, ...]) -> HalfstepError:
-    """Return the error that says why no attempt succeeded, with what was tried and what was there."""
+def failure_of(finished: tuple[FinishedAttempt, ...], what_fits: str = "") -> HalfstepError:
+    """Return the error that says why no attempt succeeded, with what was tried, what was there and what would fit."""
     last = finished[-1]
     outcome, failure = last.outcome, last.outcome.failure
-    log = f"The log is {last.attempt_dir / 'train.log'}."
-    if outcome.status in ("out_of_memory", "skipped", "diverged"):
-        return _used_up(finished, log)
-    message = failure.message if failure else outcome.status
-    if failure is not None and failure.error_type == "RefusedInput":
-        return RefusedInput(message)
-    where = f" in {failure.phase}" if failure and failure.phase else ""
-    kind = f"{failure.error_type}: " if failure and failure.error_type != "ProcessDied" else ""
-    return AttemptFailed(f"{last.attempt.name} failed{where}: {kind}{message}\nNot retried: no other precision can mend this. {log}")
-
-
-def _used_up(finished: tuple[FinishedAttempt, ...], log: str) -> HalfstepError:
-    failure = finished[-1].outcome.failure
-    if failure and failure.error_type == NothingLearned.__name__:
+    log = f"The log is {last.attempt_dir / 'train.log'}." if outcome.status != "skipped" else "No training process was started for it."
+    message, kind = (failure.message, failure.error_type) if failure else (outcome.status, "")
+    if kind == NothingLearned.__name__:
         remedy = "Another precision would not change that: look at what the scorer returns, ease the problems, or sample more widely"
-        remedy += " (training.num_generations, training.temperature)."
-        return NothingLearned(f"{failure.message}. {remedy}\n{log}")
-    diverged = [done for done in finished if done.outcome.status == "diverged"]
+        return NothingLearned(f"{message}. {remedy} (training.num_generations, training.temperature).\n{log}")
+    if outcome.status in (*SHORT, "diverged"):
+        return _used_up(finished, log, what_fits)
+    if kind == RefusedInput.__name__:
+        return RefusedInput(message)
+    if outcome.status == "cancelled":
+        times = f"{preemptions(finished)} times in a row, with no new training state in between"
+        remedy = f"Find what ends it, or lower training.save_steps; then go on with --resume {last.attempt_dir.parent.name}."
+        return AttemptFailed(f"{last.attempt.name}: {message}, {times}.\n{remedy} {log}")
+    where = f" in {failure.phase}" if failure and failure.phase else ""
+    named = f"{kind}: " if kind not in ("", "ProcessDied") else ""
+    return AttemptFailed(f"{last.attempt.name} failed{where}: {named}{message}\nNot retried: no other precision can mend this. {log}")
+
+
+def _used_up(finished: tuple[FinishedAttempt, ...], log: str, what_fits: str) -> HalfstepError:
     tried = "\n".join(f"  {attempt_text(done)}{_cause(done)}" for done in finished)
     if run_status(finished) != "diverged":
-        remedy = "Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps)."
-        return NothingFitted(f"no attempt of the plan fitted in memory ({len(finished)} tried):\n{tried}\n{remedy}\n{log}")
-    labels = " and ".join(dict.fromkeys(done.attempt.precision.label for done in diverged))
+        ran_out = "no attempt of the plan fitted in memory"
+        lower = "Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps)."
+        remedy = what_fits or lower
+        if finished[-1].outcome.shortage == "host":
+            ran_out = "host memory ran out"
+            remedy = "Raise the host's memory or its limit, or stop what else takes it; on an accelerator no lever frees the host's memory."
+        return NothingFitted(f"{ran_out} ({len(finished)} tried):\n{tried}\n{remedy}\n{log}")
+    labels = " and ".join(dict.fromkeys(done.attempt.precision.label for done in finished if done.outcome.status == "diverged"))
     wider = "Start again with precision.on_divergence=next, which goes on in a wider precision, or with a lower training.learning_rate."
     if any(done.attempt.label == "fallback" for done in finished):
         wider = "Give memory.retries an entry with precision fp32 and a larger micro_batch_divisor, or lower training.learning_rate."
@@ -129,8 +133,9 @@ def _used_up(finished: tuple[FinishedAttempt, ...], log: str) -> HalfstepError:
 
 
 def _cause(done: FinishedAttempt) -> str:
-    failure = done.outcome.failure
-    if failure is None or done.outcome.status != "out_of_memory":
+    failure, prediction = done.outcome.failure, done.attempt.prediction
+    if failure is None or done.outcome.status != "out_of_memory" or done.outcome.shortage == "host":
         return f": {failure.message}" if failure else ""
     asked = f", asked for {failure.requested_bytes / MB:.1f} MB more" if failure.requested_bytes else ""
-    return asked + (f" with {failure.available_bytes / MB:.1f} MB available" if failure.available_bytes is not None else "")
+    asked += f" with {failure.available_bytes / MB:.1f} MB available" if failure.available_bytes is not None else ""
+    return asked + (f"; {prediction_text(prediction)}" if prediction else "")

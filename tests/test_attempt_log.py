@@ -57,10 +57,11 @@ def test_an_attempt_that_could_not_be_opened_is_delivered_later_and_once(parent:
 
 
 def test_a_cut_off_attempt_is_closed_as_killed(parent: TrackedRun, tmp_path: Path) -> None:
-    AttemptLog(parent, attempt().model_copy(update={"resumption": 1}), tmp_path, print)
+    resumed = attempt().model_copy(update={"resumption": 1})
+    AttemptLog(parent, resumed, tmp_path, print)
     write_steps(tmp_path, 2)
     outcome = Outcome(status="cancelled", steps_done=2)
-    deliver(parent, FinishedAttempt(attempt=attempt(), outcome=outcome, attempt_dir=tmp_path), print)
+    deliver(parent, FinishedAttempt(attempt=resumed, outcome=outcome, attempt_dir=tmp_path), print)
     client = MlflowClient(parent.tracking_uri)
     runs = client.search_runs([parent.experiment_id], "attributes.run_name = '1-baseline-bf16-resumed-1'")
     assert [run.info.status for run in runs] == ["KILLED"]

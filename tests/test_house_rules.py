@@ -15,6 +15,8 @@ HOMES = {
     "trl": "tasks/programs/",
     "accelerate": "tasks/programs/",
     "datasets": "tasks/programs/",
+    "peft": "tasks/programs/",
+    "bitsandbytes": "tasks/programs/",
     "mlflow": "tasks/tracking/",
     "dvc": "tasks/versioning/",
 }
@@ -83,5 +85,14 @@ def test_no_file_of_flows_bears_a_librarys_name() -> None:
 def test_the_engine_knows_every_argument_the_program_sets() -> None:
     tree = ast.parse((PROJECT_DIR / "tasks" / "programs" / "train.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig"]
-    ours_alone = {"engine", "strategy", "rollout_batch_size", "engine_args"}  # fields of params.training that TRL does not have
+    ours_alone = {
+        "engine",
+        "strategy",
+        "rollout_batch_size",
+        "engine_args",
+        "compact_allocator",
+        "optimizer_8bit",
+        "lora_rank",
+        "lora_alpha",
+    }  # fields of params.training that TRL does not have
     assert {keyword.arg for keyword in calls[0].keywords if keyword.arg} == set(OWNED_ARGUMENTS) - ours_alone

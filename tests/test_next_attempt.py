@@ -3,7 +3,7 @@
 from itertools import product
 from pathlib import Path
 
-from tasks.next_attempt import next_attempt, run_status
+from tasks.next_attempt import next_attempt, preemptions, run_status
 from tasks.params import Params
 from tasks.precision import plan_precision
 from tasks.records import Attempt, Failure, FinishedAttempt, Outcome, PrecisionPlan
@@ -21,9 +21,12 @@ def plan(machine: str = "cpu_epyc_9r14", params: Params | None = None) -> Precis
     return plan_precision(hardware_of(machine), params or params_with(allow_emulated=True))
 
 
-def ended(attempt: Attempt, status: str, state: Path | None = None, phase: str | None = None, earlier: bool = False) -> FinishedAttempt:
+def ended(
+    attempt: Attempt, status: str, state: Path | None = None, phase: str | None = None, earlier: bool = False, kind: str | None = None
+) -> FinishedAttempt:
     failure = None if phase is None else Failure(phase=phase, error_type="OutOfMemoryError", message="no memory")
-    outcome = Outcome.model_validate({"status": status, "last_state_dir": state or attempt.resume_from, "failure": failure})
+    seen = {"status": status, "last_state_dir": state or attempt.resume_from, "failure": failure, "shortage": kind}
+    outcome = Outcome.model_validate(seen)
     return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=Path("x"), in_earlier_start=earlier)
 
 
@@ -43,7 +46,7 @@ def test_a_new_run_begins_with_the_baseline_as_planned() -> None:
 
 
 def test_a_success_and_a_failure_of_now_end_the_run() -> None:
-    for status in ("succeeded", "failed", "cancelled", "diverged"):
+    for status in ("succeeded", "failed", "diverged"):
         assert after(plan(), params_with(), status) is None
     assert after(plan(), params_with(), "backward", "succeeded") is None
     for second in ("backward", "skipped"):
@@ -213,3 +216,101 @@ def test_a_run_without_any_signal_is_not_tried_in_another_precision() -> None:
     assert next_attempt(made, (done,), params) is not None
     done = done.model_copy(update={"outcome": done.outcome.model_copy(update={"failure": silent})})
     assert next_attempt(made, (done,), params) is None
+
+
+def test_fragmentation_is_answered_once_by_the_same_attempt_with_a_compact_allocator() -> None:
+    params = params_with([{}, {"micro_batch_divisor": 4}])
+    made = plan("mi300x", params)
+    first = ended(made.attempts[0], "out_of_memory", STATE, "rollout", kind="fragmentation")
+    again = next_attempt(made, (first,), params)
+    assert again
+    assert (again.name, again.resume_from, again.levers.compact_allocator) == ("1-baseline-bf16-resumed-1", STATE, True)
+    assert again.levers == made.attempts[0].levers.model_copy(update={"compact_allocator": True})
+    assert "compact allocator off -> on" in again.reason and "checkpoint-10" in again.reason
+    second = ended(again, "out_of_memory", kind="fragmentation", phase="backward")
+    retry = next_attempt(made, (first, second), params)
+    assert retry and retry.name == "2-retry-fp16"
+    # from the plan, with what was learnt; the first shortage was none of the rollout's size
+    assert retry.levers == made.attempts[1].levers.model_copy(update={"compact_allocator": True})
+    third = ended(retry, "out_of_memory", kind="fragmentation", phase="backward")
+    last = next_attempt(made, (first, second, third), params)
+    assert last and (last.number, last.levers.per_device_train_batch_size) == (3, 2)
+
+
+def test_where_the_allocator_is_compact_already_fragmentation_leads_to_the_next_retry() -> None:
+    params = Params.model_validate({"training": {"compact_allocator": True}})
+    made = plan("mi300x", params)
+    retry = next_attempt(made, (ended(made.attempts[0], "out_of_memory", kind="fragmentation"),), params)
+    assert retry and retry.number == 2 and retry.levers.compact_allocator
+
+
+def test_levers_answer_a_shortage_of_host_memory_only_where_it_is_the_devices() -> None:
+    for machine, number in (("mi300x", None), ("a100_80gb_pcie", None), ("apple_m4_max", 2), ("cpu_epyc_9r14", 2)):
+        made = plan(machine)
+        retry = next_attempt(made, (ended(made.attempts[0], "out_of_memory", STATE, kind="host"),), params_with())
+        assert (retry and retry.number) == number, machine
+
+
+def test_a_preemption_goes_on_as_it_was_three_times_without_a_new_state() -> None:
+    made = plan("mi300x")
+    finished: tuple[FinishedAttempt, ...] = (ended(made.attempts[0], "cancelled", STATE),)
+    for times in (1, 2, 3):
+        again = next_attempt(made, finished, params_with())
+        assert again and (again.name, again.resume_from) == (f"1-baseline-bf16-resumed-{times}", STATE)
+        assert again.levers == made.attempts[0].levers and again.precision == made.attempts[0].precision
+        assert f"SIGTERM, which the run did not ask for ({times} of at most 3 in a row)" in again.reason
+        finished = (*finished, ended(again, "cancelled"))
+    assert preemptions(finished) == 4
+    assert next_attempt(made, finished, params_with()) is None
+    assert run_status(finished) == "failed"
+    newer = (*finished[:-1], ended(finished[-1].attempt, "cancelled", STATE.with_name("checkpoint-20")))
+    once_more = next_attempt(made, newer, params_with())
+    assert once_more and "(1 of at most 3 in a row)" in once_more.reason
+    assert once_more.resume_from == STATE.with_name("checkpoint-20")
+
+
+def test_a_retry_that_is_preempted_goes_on_as_that_retry() -> None:
+    made = plan("mi300x")
+    short = ended(made.attempts[0], "out_of_memory", STATE, "rollout")
+    retry = next_attempt(made, (short,), params_with())
+    assert retry
+    again = next_attempt(made, (short, ended(retry, "cancelled")), params_with())
+    assert again and (again.name, again.levers, again.resume_from) == ("2-retry-fp16-resumed-1", retry.levers, STATE)
+
+
+def test_a_widened_retry_keeps_its_precision_when_it_goes_on() -> None:
+    params = params_with([{"precision": "bf16"}], on_divergence="next")
+    made = plan("mi300x", params)
+    finished = [ended(made.attempts[0], "diverged", STATE)]
+    fallback = next_attempt(made, tuple(finished), params)
+    assert fallback
+    finished.append(ended(fallback, "out_of_memory"))
+    retry = next_attempt(made, tuple(finished), params)
+    assert retry and retry.name == "2-retry-fp32"
+    again = next_attempt(made, (*finished, ended(retry, "cancelled")), params)
+    assert again and again.name == "2-retry-fp32-resumed-1"
+
+
+def test_what_trains_other_weights_starts_anew_and_says_why() -> None:
+    params = params_with([{"lora_rank": 4}, {"lora_rank": 4, "micro_batch_divisor": 4}, {}])
+    made = plan("mi300x", params)
+    lora = after(made, params, "backward")
+    assert lora and lora.resume_from is None
+    assert "the training state in hand is of all weights, and this attempt trains LoRA rank 4" in lora.reason
+    same = after(made, params, "backward", "backward")
+    assert same and same.resume_from == Path("states/checkpoint-2")
+    full = after(made, params, "backward", "backward", "backward")
+    assert full and full.resume_from == Path("states/checkpoint-1")
+
+
+def test_8_bit_states_go_on_from_a_state_of_32_bit_ones_and_begin_anew() -> None:
+    params = params_with([{"optimizer_8bit": True}, {"optimizer_8bit": True}])
+    made = plan("mi300x", params)
+    retry, second = after(made, params, "backward"), after(made, params, "backward", "backward")
+    assert retry and second
+    assert retry.resume_from == Path("states/checkpoint-1") and retry.reason.endswith("checkpoint-1, the optimizer's states begin anew")
+    assert second.reason.endswith("Goes on from the training state checkpoint-2")
+    # one that left no state of its own: the state in hand is still the baseline's
+    short = ended(made.attempts[0], "out_of_memory", STATE, "backward")
+    again = next_attempt(made, (short, ended(retry.model_copy(update={"resume_from": STATE}), "out_of_memory")), params)
+    assert again and again.reason.endswith("checkpoint-10, the optimizer's states begin anew")

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from tasks.objectives import AIMS, first_precision
-from tasks.params import parse_params
 from tasks.places import PROJECT_DIR
 from tasks.records import FormatSupport, Hardware, Support
 from tests.machines import hardware_of
@@ -30,13 +29,13 @@ def cpu_with_fp16_alone() -> Hardware:
 def test_the_objective_decides_where_the_hardware_leaves_a_choice(name: str, labels: tuple[str, ...]) -> None:
     machine = cpu_with_fp16_alone() if name == "cpu_with_fp16_alone" else hardware_of(name)
     for objective, label in zip(AIMS, labels, strict=True):
-        chosen, reason = first_precision(machine, parse_params({"precision": {"objective": objective}}, "test"))
+        chosen, reason = first_precision(machine, objective)
         assert chosen == label, objective
         assert f"objective {objective!r} ({AIMS[objective]})" in reason
 
 
 def test_consistency_without_native_fp16_says_that_the_order_of_stability_holds() -> None:
-    _, reason = first_precision(hardware_of("cpu_epyc_9r14"), parse_params({"precision": {"objective": "consistency"}}, "test"))
+    _, reason = first_precision(hardware_of("cpu_epyc_9r14"), "consistency")
     assert re.search(r"only emulates fp16 \(.*\), so the order of 'stability' holds; bf16 is native", reason)
 
 

@@ -6,13 +6,14 @@ import pytest
 
 from tasks import prediction
 from tasks.files import write_record
-from tasks.memory import MB, PeakRequest
+from tasks.memory import MB
 from tasks.params import Params
-from tasks.prediction import available_bytes, find_or_predict
-from tasks.records import MemoryLevers, MemoryPrediction
+from tasks.peak_memory import PredictionRequest
+from tasks.precision import plan_precision
+from tasks.prediction import Forecast
+from tasks.records import MemoryLevers, MemoryPrediction, Precision
 from tasks.report import prediction_text
 from tests.machines import hardware_of
-from tests.training_runs import precision
 
 MADE = MemoryPrediction(
     peak_bytes=200 * MB,
@@ -20,21 +21,35 @@ MADE = MemoryPrediction(
     phase="backward",
     categories={"weights": 50 * MB, "optimizer_states": 149 * MB, "logits": MB},
     phases={"rollout": 100 * MB, "backward": 200 * MB},
+    import_bytes=300 * MB,
 )
 
 
-def request(base_model_dir: Path, micro_batch: int = 4) -> PeakRequest:
-    levers = MemoryLevers(per_device_train_batch_size=micro_batch, gradient_accumulation_steps=1, gradient_checkpointing=False)
-    return PeakRequest(
-        base_model_dir=base_model_dir,
-        out_file=Path(),
-        device_type="cpu",
-        precision=precision("bf16"),
-        levers=levers,
-        prompt_length=8,
-        completion_length=8,
-        beta=0,
-    )
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PredictionRequest]:
+    """Requests that reached the program, which answers MADE to each peak; two models that are alike, and another."""
+    requests: list[PredictionRequest] = []
+
+    def program(module: str, request: PredictionRequest, work_dir: Path, say: object) -> None:
+        requests.append(request)
+        for name in request.peaks:
+            write_record(request.out_dir / name, MADE)
+
+    monkeypatch.setattr(prediction, "PREDICTIONS_DIR", tmp_path / "predictions")
+    monkeypatch.setattr(prediction, "ask_program", program)
+    for name, text in (("a", "{}"), ("same", "{}"), ("other", '{"hidden_size": 8}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    return requests
+
+
+def forecast(model_dir: Path, machine: str = "cpu_epyc_9r14", **memory: object) -> Forecast:
+    return Forecast(hardware_of(machine), Params.model_validate({"memory": memory}), model_dir, 8, lambda line: None)
+
+
+def settings(**changed: object) -> list[tuple[Precision, MemoryLevers]]:
+    planned = plan_precision(hardware_of("cpu_epyc_9r14"), Params()).attempts[0]
+    return [(planned.precision, planned.levers.model_copy(update=changed))]
 
 
 @pytest.mark.parametrize(("available", "verdict"), [(220, "fits"), (219, "may fit"), (180, "may fit"), (179, "does not fit")])
@@ -45,30 +60,23 @@ def test_only_beyond_the_error_bound_is_a_verdict_certain(available: int, verdic
     assert prediction_text(asked) == f"{start} (optimizer states 149, weights 50, logits 1)"
 
 
-def test_what_is_available_is_the_budget_or_what_is_free() -> None:
-    hardware = hardware_of("tesla_t4")
-    assert available_bytes(hardware, Params()) == hardware.memory_free_bytes
-    for budget, found in ((100.0, 100 * MB), (1e9, hardware.memory_free_bytes)):
-        assert available_bytes(hardware, Params.model_validate({"memory": {"budget_mb": budget}})) == found
+def test_what_is_available_is_the_budget_or_what_is_free_after_the_imports(tmp_path: Path, asked: list[PredictionRequest]) -> None:
+    for machine, imports in (("tesla_t4", 0), ("cpu_epyc_9r14", 300 * MB)):
+        free = hardware_of(machine).memory_free_bytes - imports
+        for budget, found in ((None, free), (100.0, 100 * MB), (1e9, free)):
+            predicted = forecast(tmp_path / "a", machine, budget_mb=budget).predict(settings())
+            assert predicted[0].available_bytes == found
 
 
-def test_a_prediction_is_made_once_for_what_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[PeakRequest] = []
-
-    def program(module: str, request: PeakRequest, work_dir: Path, say: object) -> None:
-        asked.append(request)
-        write_record(request.out_file, MADE)
-
-    monkeypatch.setattr(prediction, "PREDICTIONS_DIR", tmp_path / "predictions")
-    monkeypatch.setattr(prediction, "ask_program", program)
-    for name, text in (("a", "{}"), ("same", "{}"), ("other", '{"hidden_size": 8}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    assert find_or_predict(request(tmp_path / "a")) == MADE
-    find_or_predict(request(tmp_path / "same"))
+def test_a_prediction_is_made_once_for_what_it_depends_on(
+    tmp_path: Path, asked: list[PredictionRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecast(tmp_path / "a").predict([*settings(), *settings(), *settings(per_device_train_batch_size=4)])
+    assert len(asked) == 1 and len(asked[0].peaks) == 2
+    forecast(tmp_path / "same").predict(settings())
     assert len(asked) == 1
-    find_or_predict(request(tmp_path / "other"))
-    find_or_predict(request(tmp_path / "a", micro_batch=8))
+    forecast(tmp_path / "other").predict(settings())
+    forecast(tmp_path / "a", "cpu_xeon_8488c").predict(settings())
     monkeypatch.setattr(prediction, "version", lambda library: "0.0")
-    find_or_predict(request(tmp_path / "a"))
+    forecast(tmp_path / "a").predict(settings())
     assert len(asked) == 4

@@ -1,14 +1,16 @@
 """How a program is asked, and how its end is told."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tasks.errors import HalfstepError, ProgramFailed, RefusedInput
-from tasks.files import read_record
+from tasks.files import GrowingFile, read_record
 from tasks.params import ScratchModelParams
-from tasks.program_request import REQUEST_FILE, RESULT_FILE, ProgramResult, _ProgressEcho, ask_program
-from tasks.programs.lifecycle import answer_request, run_reported
+from tasks.program_request import REQUEST_FILE, RESULT_FILE, ProgramResult, ask_program
+from tasks.programs import lifecycle
+from tasks.programs.lifecycle import main, run_reported
 from tasks.specs import BaseModelRequest
 
 
@@ -32,18 +34,21 @@ def test_what_a_program_says_comes_back(tmp_path: Path, error: HalfstepError, co
     assert capsys.readouterr().err == f"{error}\n"
 
 
-def test_a_request_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_request_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / REQUEST_FILE).write_text("{}")
-    assert answer_request(tmp_path / REQUEST_FILE, BaseModelRequest, print) == 2
+    monkeypatch.setattr(sys, "argv", ["program", str(tmp_path / REQUEST_FILE)])
+    monkeypatch.setattr(lifecycle, "start", lambda: None)
+    assert main(BaseModelRequest, print, "a program") == 2
     assert "cannot be read as a BaseModelRequest" in read_record(tmp_path / RESULT_FILE, ProgramResult).message
 
 
-def test_progress_is_told_line_by_line_and_once(tmp_path: Path) -> None:
+def test_a_growing_file_is_read_line_by_line_and_once(tmp_path: Path) -> None:
     said: list[str] = []
     log = tmp_path / "program.log"
-    echo = _ProgressEcho(log, said.append)
-    for text in ("noise\nprogress: one\nprogress: tw", "o\n", "", "progress: three\n"):
+    growing = GrowingFile(log)
+    assert growing.new_lines() == []
+    for text in ("noise\nprogress: one\nprogress: tw", "o\n", "", "progress: three\n\n"):
         with log.open("a") as stream:
             stream.write(text)
-        echo()
-    assert said == ["one", "two", "three"]
+        said += growing.new_lines()
+    assert said == ["noise", "progress: one", "progress: two", "progress: three", ""]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.progress import TrainingProgress, draw_curves, duration, joined_steps, progress_line
+from tasks.progress import TrainingProgress, draw_curves, duration, joined_steps, lost_steps, progress_line
 from tasks.records import FinishedAttempt, Outcome
 from tests.test_next_attempt import plan
 
@@ -14,7 +14,7 @@ from tests.test_next_attempt import plan
 def finished(folder: Path, steps: range, reward: float) -> FinishedAttempt:
     folder.mkdir()
     metrics = {"reward": reward, "grad_norm": 1.0, "step_time_ms": 2000.0, "peak_memory_mb": 100.0}
-    lines = [json.dumps({"step": step, "time": 0.0, "metrics": metrics}) for step in steps]
+    lines = [json.dumps({"step": step, "time": step + 1000 * reward, "metrics": metrics}) for step in steps]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"step": 99, "ti')
     return FinishedAttempt(attempt=plan().attempts[0], outcome=Outcome(status="out_of_memory"), attempt_dir=folder)
 
@@ -24,6 +24,8 @@ def test_a_later_attempt_replaces_what_came_after_its_state(tmp_path: Path) -> N
     steps = joined_steps((first, second))
     assert [step["step"] for step in steps] == list(range(1, 21))
     assert [step["reward"] for step in steps] == [0.1] * 10 + [0.9] * 10
+    assert [(step["step"], step["reward"]) for step in lost_steps((first, second))] == [(step, 0.1) for step in range(11, 15)]
+    assert lost_steps((first,)) == []
     assert draw_curves((first, second), "a run", tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 

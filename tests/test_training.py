@@ -34,8 +34,10 @@ def attempts(on_divergence: str = "next") -> tuple[Attempt, ...]:
 
 
 def ended(attempt: Attempt, status: str, message: str, **failure: object) -> FinishedAttempt:
+    kind = failure.pop("shortage", None)
     cause = Failure.model_validate({"phase": "backward", "error_type": "RuntimeError", "message": message, **failure})
-    outcome = Outcome.model_validate({"status": status, "failure": cause, "steps_done": 3, "total_steps": 9, "peak_memory_bytes": 7 * MB})
+    seen = {"status": status, "failure": cause, "shortage": kind, "steps_done": 3, "total_steps": 9, "peak_memory_bytes": 7 * MB}
+    outcome = Outcome.model_validate(seen)
     return FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=Path("runs/r") / attempt.name)
 
 
@@ -50,6 +52,32 @@ def test_nothing_fitted_names_each_attempt_with_bytes_and_the_remedy() -> None:
     for words in ("(2 tried)", "1-baseline-bf16", "2-retry-fp16", "peak 7 MB, asked for 2.0 MB more with 1.0 MB available", "budget_mb"):
         assert words in str(error)
     assert str(error).endswith("The log is runs/r/2-retry-fp16/train.log.")
+
+
+def test_nothing_fitted_sets_the_predicted_beside_the_available_bytes() -> None:
+    peak = MemoryPrediction(
+        peak_bytes=90 * MB, error_bytes=9 * MB, phase="backward", categories={"weights": 90 * MB}, phases={}, available_bytes=85 * MB
+    )
+    error = failure_of((short(attempts()[0].model_copy(update={"prediction": peak})),))
+    assert "with 1.0 MB available; predicted peak 90 MB +- 10 % in the backward of 85 MB available: may fit (weights 90)" in str(error)
+
+
+def test_host_memory_that_ran_out_is_said_as_such_with_how_much_there_is() -> None:
+    message = "the training process ended by signal 9; the host has 2,048 MB (MemTotal)"
+    error = failure_of((ended(attempts()[0], "out_of_memory", message, shortage="host"),))
+    assert isinstance(error, NothingFitted) and error.exit_code == 3
+    for words in ("host memory ran out (1 tried)", "ran out of host memory", "the host has 2,048 MB", "Raise the host's memory"):
+        assert words in str(error)
+    assert "budget_mb" not in str(error)
+
+
+def test_stops_from_outside_that_do_not_end_are_named_with_what_to_do() -> None:
+    first = attempts()[0]
+    error = failure_of(tuple(ended(first, "cancelled", "something outside ended it by SIGTERM") for _ in range(4)))
+    assert isinstance(error, AttemptFailed)
+    for words in ("by SIGTERM, 4 times in a row, with no new training state", "training.save_steps", "go on with --resume r."):
+        assert words in str(error)
+    assert "precision" not in str(error)
 
 
 def test_a_divergence_names_every_precision_it_came_in_and_what_could_still_help() -> None:
@@ -98,7 +126,7 @@ def test_an_attempt_that_cannot_fit_is_skipped_without_a_process_and_seen_in_mlf
     assert (done.outcome.status, done.outcome.steps_done) == ("skipped", 5) and done.outcome.failure is not None
     for words in ("predicted peak 200 MB +- 10 % in the rollout", "100 MB available: does not fit", "memory.preflight=warn"):
         assert words in done.outcome.failure.message
-    assert sorted(path.name for path in done.attempt_dir.iterdir() if path.suffix) == ["attempt.json", "outcome.json", "tracked.json"]
+    assert sorted(path.name for path in done.attempt_dir.iterdir() if path.suffix) == ["attempt.json", "outcome.json"]
     follows = next_attempt(plan, (done,), params)
     assert follows is not None and follows.label == "retry" and follows.resume_from == Path("states/checkpoint-5")
     error = failure_of((done,))

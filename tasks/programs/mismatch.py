@@ -58,10 +58,6 @@ class MismatchMeter:
     """Adds up a step's differences between trained and sampled log-probabilities."""
 
     def __init__(self) -> None:
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget the last step."""
         self._count = self._kl = self._squares = self._train_squares = self._max = 0.0
 
     def add(self, trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:

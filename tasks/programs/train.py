@@ -21,9 +21,10 @@ from trl import GRPOConfig
 from tasks.attempt_files import last_training_state, state_step
 from tasks.errors import Diverged, NothingLearned
 from tasks.files import read_record, write_record
-from tasks.memory import MB, Evidence, classify_shortage, free_bytes, requested_bytes
+from tasks.memory import MB, classify_shortage, evidence_of, free_bytes, requested_bytes
 from tasks.params import Params, TrainingParams
 from tasks.programs import lifecycle
+from tasks.programs.adapters import lora_config, same_optimizer, save_model
 from tasks.programs.device_memory import DeviceMemory, detect_device_type, device_memory
 from tasks.programs.grpo import MeteredGRPOTrainer, check_finite, weights_digest
 from tasks.programs.half_precision import fast_fp16_matmul
@@ -32,7 +33,7 @@ from tasks.programs.problems import TRAIN_FILE, Row, read_problems
 from tasks.programs.rewards import Scorer, load_scorer, rehearse
 from tasks.programs.step_log import StepLog
 from tasks.programs.step_watch import StepWatch
-from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob
+from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob, TrainingWarning, WeightsDtype
 from tasks.warning_signs import always, warning_signs
 
 
@@ -49,20 +50,24 @@ class TrainingRun:
         self.observer = PrecisionObserver()
         self.log: StepLog | None = None
         self.trainer: MeteredGRPOTrainer | None = None
-        self.first_step = state_step(job.attempt.resume_from) if job.attempt.resume_from else 0
+        self.first_step = state_step(job.attempt.resume_from)
         self.weights_changed: bool | None = None
         self.checkpoint_dir: Path | None = None
+        self.begun_anew: tuple[TrainingWarning, ...] = ()
 
     def run(self) -> None:
         """Load, train, check and save; raises whatever goes wrong."""
         if self.params.memory.budget_mb is not None:
             self.memory.set_budget(int(self.params.memory.budget_mb * MB))
         self.states_dir.mkdir(parents=True, exist_ok=True)
-        model = _load_model(self.job.base_model_dir, self.device_type)
-        base = weights_digest(model)
+        state, precision, levers = self.job.attempt.resume_from, self.job.attempt.precision, self.job.attempt.levers
+        if state and not same_optimizer(state, levers):
+            message = f"the optimizer's states begin anew: {state.name} has them in {32 if levers.optimizer_8bit else 8} bits"
+            print(message, flush=True)
+            self.begun_anew = (TrainingWarning(name="optimizer_begun_anew", step=self.first_step, message=message),)
+        model = _load_model(self.job.base_model_dir, self.device_type, precision.autocast_dtype if levers.lora_rank else "float32")
         trainer = self._build_trainer(model)
-        state = self.job.attempt.resume_from
-        precision = self.job.attempt.precision
+        base = weights_digest(trainer.model)
         emulates_fp16 = "float16" in (precision.autocast_dtype, precision.sampling_dtype) and self.device_type == "cpu"
         if state and self.first_step >= self.params.training.max_steps:
             # every step is done: transformers would do one more
@@ -76,10 +81,11 @@ class TrainingRun:
 
     def _build_trainer(self, model: PreTrainedModel) -> MeteredGRPOTrainer:
         attempt = self.job.attempt
-        self.observer.attach(model)
         scorer = load_scorer(self.params.reward, self.params.dataset)
         problems = read_problems(self.job.dataset_dir / TRAIN_FILE)
         rehearse(scorer, problems[:4])
+        # below adapters TRL looks for it here (lm_head_fp32 with tied embeddings)
+        model.__dict__["embed_tokens"] = model.get_input_embeddings()
         trainer = MeteredGRPOTrainer(
             model=model,
             reward_funcs=[_reward_function(scorer)],
@@ -88,11 +94,13 @@ class TrainingRun:
             processing_class=AutoTokenizer.from_pretrained(self.job.base_model_dir, padding_side="left", local_files_only=True),
             precision=attempt.precision,
             scaler_params=self.params.precision,
-            rollout_batch_size=attempt.levers.rollout_batch_size,
+            peft_config=lora_config(attempt.levers, self.params.training.lora_alpha),
+            levers=attempt.levers,
             watch=self.watch,
             states_dir=self.states_dir,
         )
         self.trainer = trainer
+        self.observer.attach(trainer.model)
         self.log = StepLog(self.job.attempt_dir / "metrics.jsonl", trainer, self.memory, self.params.precision, self._check_observed)
         trainer.add_callback(self.log)
         return trainer
@@ -117,7 +125,7 @@ class TrainingRun:
     def _save(self, trainer: MeteredGRPOTrainer) -> None:
         self.watch.phase = "save"
         writing = self.job.attempt_dir / ".checkpoint"
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(writing)
+        save_model(trainer.accelerator.unwrap_model(trainer.model), writing)
         trainer.processing_class.save_pretrained(writing)
         self.checkpoint_dir = writing.rename(self.job.attempt_dir / "checkpoint")
 
@@ -140,7 +148,7 @@ class TrainingRun:
             checkpoint_dir=self.checkpoint_dir,
             last_state_dir=last_training_state(self.job.attempt_dir) or self.job.attempt.resume_from,
             failure=failure,
-            warnings=(*warning_signs(steps), *(self.log.overflow_warning() if self.log else ())),
+            warnings=(*self.begun_anew, *warning_signs(steps), *(self.log.overflow_warning() if self.log else ())),
             **more,
         )
 
@@ -162,7 +170,7 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
         lr_scheduler_type=training.lr_scheduler_type,
         warmup_steps=training.warmup_steps,
         num_generations=training.num_generations,
-        max_completion_length=training.max_completion_length,
+        max_completion_length=attempt.levers.max_completion_length or training.max_completion_length,
         temperature=training.temperature,
         cast_lm_head_to_fp32=attempt.precision.lm_head_fp32,
         beta=training.beta,
@@ -176,7 +184,7 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
         report_to="none",
         disable_tqdm=True,
         # a fused optimizer hides a skipped step from accelerate, and the schedule would move on it
-        optim="adamw_torch",
+        optim="adamw_bnb_8bit" if attempt.levers.optimizer_8bit else "adamw_torch",
         dataloader_pin_memory=device_type in ("cuda", "rocm"),
     )
 
@@ -189,11 +197,11 @@ def _engine_args(attempt: Attempt, training: TrainingParams, device_type: Device
     return {**training.engine_args, "generation_kwargs": {"cache_implementation": "static", **own}}
 
 
-def _load_model(base_model_dir: Path, device_type: DeviceType) -> PreTrainedModel:
+def _load_model(base_model_dir: Path, device_type: DeviceType, dtype: WeightsDtype) -> PreTrainedModel:
     # torch's fused attention is slower than plain products in the backward on a CPU, for sequences of a few dozen tokens
     attention = "eager" if device_type == "cpu" else "sdpa"
     return AutoModelForCausalLM.from_pretrained(
-        base_model_dir, dtype=torch.float32, attn_implementation=attention, local_files_only=True, use_safetensors=True
+        base_model_dir, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, use_safetensors=True
     )
 
 
@@ -205,20 +213,20 @@ def _reward_function(scorer: Scorer) -> Any:
 
 
 def _failed(run: TrainingRun, error: BaseException) -> Outcome:
-    names = tuple(kind.__name__ for kind in type(error).__mro__)
     available = None
     with contextlib.suppress(RuntimeError):  # after some errors a device answers nothing more
         available = run.memory.available_bytes()
     run.memory.lift_budget()
     traceback.print_exc()
-    message = str(error) or type(error).__name__
-    shortage = classify_shortage(Evidence(device_type=run.device_type, error_types=names, message=message, available_bytes=available))
+    evidence = evidence_of(error, run.device_type, available)
+    shortage = classify_shortage(evidence)
+    free = free_bytes(evidence.message) if shortage else None
     failure = Failure(
         phase=run.watch.phase,
         error_type=type(error).__name__,
-        message=message,
-        requested_bytes=requested_bytes(message),
-        available_bytes=free_bytes(message) if free_bytes(message) is not None else available,
+        message=evidence.message if shortage else str(error) or type(error).__name__,
+        requested_bytes=requested_bytes(evidence.message) if shortage else None,
+        available_bytes=available if free is None else free,
     )
     status: Status = "out_of_memory" if shortage else "diverged" if isinstance(error, Diverged) else "failed"
     return run.outcome(status, failure, shortage=shortage)

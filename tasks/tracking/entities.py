@@ -8,8 +8,19 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
+from pydantic import Field
 
-MAX_PARAM_LENGTH, MAX_TAG_LENGTH, MAX_PARAMS_PER_CALL = 6000, 8000, 100
+from tasks.records import Record
+
+MAX_PARAM_LENGTH, MAX_TAG_LENGTH, MAX_PARAMS_PER_CALL, MAX_METRICS_PER_CALL = 6000, 8000, 100, 1000
+
+
+class MetricsLine(Record):
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    time: float = Field(allow_inf_nan=False, description="unix seconds")
+    metrics: dict[str, float]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

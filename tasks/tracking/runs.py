@@ -1,7 +1,7 @@
 """The runs in MLflow: one parent for a run of the flow, one child for each attempt."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,22 +12,25 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from tasks.memory import MB
 from tasks.params import Params
 from tasks.records import Attempt, DatasetVersion, Evaluation, Hardware, Outcome, PrecisionPlan, RunFolder, RunRecord, Status, TrackedRun
-from tasks.tracking.entities import MAX_TAG_LENGTH, fit, flatten, log_params, log_values
+from tasks.tracking.entities import MAX_METRICS_PER_CALL, MetricsLine, as_metrics, flatten, log_params, log_values
 from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # every other status is FAILED
 RUN_STATUS: dict[Status, RunStatus] = {"succeeded": "FINISHED", "cancelled": "KILLED"}
 FLOW_RUN_TAG = "prefect.flow_run_id"
+# of a whole run, joined over its attempts
+CURVES = ("loss", "reward", "grad_norm", "loss_scale")
 
 
 def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
     """Open the run of a whole flow with what was asked, found and decided.
 
-    Called again for the same flow run (a retry after a network fault), it goes on with the run it had opened.
+    Called again (a retry after a network fault, a resume), it goes on with the run it had opened.
     """
     _, uri, experiment_id = open_experiment(state_dir)
     tags = {
+        FLOW_RUN_TAG: run.flow_run_id,
         "mlflow.source.git.commit": run.source.git_commit,
         "git.commit": run.source.git_commit,
         "git.dirty": run.source.dirty,
@@ -41,8 +44,9 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
     }
     resolved = params.model_dump(mode="json")
     with reaching(uri, f"open run {run.name!r}") as client:
-        same = {FLOW_RUN_TAG: run.flow_run_id, "halfstep.run_name": run.name}
+        same = {"halfstep.run_name": run.name, "halfstep.started_at": run.started_at}
         run_id = _open(client, experiment_id, run.name, same, tags)
+        client.update_run(run_id, status="RUNNING")
         log_params(client, run_id, flatten(resolved))
         client.log_text(run_id, hardware.model_dump_json(indent=2), "hardware.json")
         client.log_text(run_id, plan.model_dump_json(indent=2), "plan.json")
@@ -50,32 +54,29 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
     return TrackedRun(tracking_uri=uri, experiment_id=experiment_id, run_id=run_id)
 
 
-def reopen_run(run: TrackedRun, flow_run_id: str | None) -> None:
-    """Set a run to RUNNING again, under the flow run that goes on with it."""
-    with reaching(run.tracking_uri, f"open run {run.run_id} again") as client:
-        log_values(client, run.run_id, {FLOW_RUN_TAG: flow_run_id}, {})
-        client.update_run(run.run_id, status="RUNNING")
-
-
-def log_file(run: TrackedRun, path: Path) -> None:
-    """Log a file as an artifact of a run."""
-    with reaching(run.tracking_uri, f"log {path.name}") as client:
-        client.log_artifact(run.run_id, str(path))
-
-
 def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
-    """Open the child run of one attempt."""
+    """Open the child run of one attempt, or the one that was opened for it before."""
     with reaching(parent.tracking_uri, f"open the run of attempt {attempt.name!r}") as client:
         inherited = client.get_run(parent.run_id).data.tags
         same = {"mlflow.parentRunId": parent.run_id, "mlflow.runName": attempt.name}
         tags = {FLOW_RUN_TAG: inherited.get(FLOW_RUN_TAG), "attempt.reason": attempt.reason}
         run_id = _open(client, parent.experiment_id, attempt.name, same, tags)
-        shown = attempt.model_dump(mode="json", exclude={"reason"})
+        shown = attempt.model_dump(mode="json", exclude={"reason", "prediction", "effects"})
         log_params(client, run_id, {**flatten(shown), "precision": attempt.precision.label})
         if attempt.prediction is not None and attempt.prediction.available_bytes is not None:
             sizes = {"predicted_peak_mb": attempt.prediction.peak_bytes, "available_memory_mb": attempt.prediction.available_bytes}
+            sizes |= {f"predicted_mb/{name}": size for name, size in attempt.prediction.categories.items()}
+            sizes |= {f"freed_mb/{effect.lever}": effect.freed_bytes for effect in attempt.effects}
             log_values(client, run_id, {}, {name: size / MB for name, size in sizes.items()})
     return parent.model_copy(update={"run_id": run_id})
+
+
+def log_steps(run: TrackedRun, lines: Sequence[MetricsLine]) -> None:
+    """Log the metrics of some steps."""
+    points = [point for line in lines for point in as_metrics(line.metrics, round(line.time * 1000), line.step)]
+    with reaching(run.tracking_uri, "log metrics") as client:
+        for first in range(0, len(points), MAX_METRICS_PER_CALL):
+            client.log_batch(run.run_id, metrics=points[first : first + MAX_METRICS_PER_CALL])
 
 
 def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> None:
@@ -109,10 +110,10 @@ def log_dataset(run: TrackedRun, dataset: DatasetVersion, name: str) -> None:
         log_values(client, run.run_id, {"dataset.dvc_hash": version.dvc_hash, "dataset.restore": source["restore"]}, {})
 
 
-def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, float]]) -> None:
+def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, float]], files: tuple[Path, ...]) -> None:
     """Close the run of a whole flow: its record, its evaluation, its checkpoint, and headline figures to compare runs by.
 
-    `steps` are the metrics of each step that counts, oldest first.
+    `steps` are the metrics of each step that counts, oldest first; `files` are kept as they are.
     """
     last = record.attempts[-1]
     tags: dict[str, object] = {
@@ -128,10 +129,15 @@ def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, f
             "checkpoint.restore": restore_command(record.checkpoint.dvc_hash),
         }
     metrics = last.outcome.model_dump(include={"step_time_ms", "tokens_per_second"})
+    metrics |= record.model_dump(include={"lost_steps", "lost_tokens"})
     metrics["peak_memory_mb"] = last.outcome.peak_memory_bytes and last.outcome.peak_memory_bytes / MB
     if rewards := [step["reward"] for step in steps if "reward" in step]:
         metrics |= {"reward_first": rewards[0], "reward_last": rewards[-1]}
+    joined = [(step, {name: step[name] for name in CURVES if name in step}) for step in steps]
+    log_steps(run, [MetricsLine(step=int(step["step"]), time=step["time"], metrics=metrics) for step, metrics in joined])
     with reaching(run.tracking_uri, f"close run {record.run_name!r}") as client:
+        for path in files:
+            client.log_artifact(run.run_id, str(path))
         client.log_text(run.run_id, record.model_dump_json(indent=2), "run.json")
         if record.evaluation:
             metrics |= _evaluation_metrics(record.evaluation)
@@ -147,7 +153,8 @@ def close_open_runs(state_dir: Path, flow_run_id: str, status: RunStatus) -> int
         return 0
     with reaching(uri, f"close the runs of flow run {flow_run_id}") as client:
         experiment = client.get_experiment_by_name(experiment_name())
-        running = _running(client, experiment.experiment_id, {FLOW_RUN_TAG: flow_run_id}) if experiment else []
+        same = {FLOW_RUN_TAG: flow_run_id}
+        running = _find(client, experiment.experiment_id, same, "attributes.status = 'RUNNING'") if experiment else []
         for run_id in running:
             client.set_terminated(run_id, status)
     return len(running)
@@ -158,16 +165,16 @@ def restore_command(dvc_hash: str) -> str:
     return f"python -m tasks.versioning restore {dvc_hash} <empty folder>"
 
 
-def _open(client: MlflowClient, experiment_id: str, name: str, same: Mapping[str, str | None], tags: Mapping[str, object]) -> str:
-    """Return the running run that bears the tags `same`, or open one that does."""
-    if running := _running(client, experiment_id, same):
-        return running[0]
-    texts = {key: fit(value, MAX_TAG_LENGTH) for key, value in {**same, **tags}.items() if value is not None}
-    return str(client.create_run(experiment_id, tags=texts, run_name=name).info.run_id)
+def _open(client: MlflowClient, experiment_id: str, name: str, same: Mapping[str, str], tags: Mapping[str, object]) -> str:
+    """Return the run that bears the tags `same`, opened if there is none, with its other tags brought up to date."""
+    found = _find(client, experiment_id, same)
+    run_id = str(found[0] if found else client.create_run(experiment_id, tags=dict(same), run_name=name).info.run_id)
+    log_values(client, run_id, tags, {})
+    return run_id
 
 
-def _running(client: MlflowClient, experiment_id: str, tags: Mapping[str, str | None]) -> list[str]:
-    wanted = ["attributes.status = 'RUNNING'", *(f"tags.`{key}` = '{value}'" for key, value in tags.items() if value is not None)]
+def _find(client: MlflowClient, experiment_id: str, tags: Mapping[str, str], *conditions: str) -> list[str]:
+    wanted = [*conditions, *(f"tags.`{key}` = '{value}'" for key, value in tags.items())]
     return [run.info.run_id for run in client.search_runs([experiment_id], " and ".join(wanted))]
 
 

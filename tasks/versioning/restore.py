@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 from dvc.exceptions import DvcException
@@ -11,6 +10,7 @@ from dvc.repo import Repo
 from dvc_data.hashfile.hash_info import HashInfo
 
 from tasks.errors import HalfstepError, RefusedInput
+from tasks.files import folder_aside
 from tasks.places import PROJECT_DIR
 from tasks.records import ArtifactVersion
 from tasks.versioning.folders import Manifest, folder_fault, hash_file, object_path, read_manifest
@@ -46,10 +46,7 @@ def restore_folder(store_dir: Path, dvc_hash: str, destination: Path, project_di
         raise RefusedInput(f"cannot restore {dvc_hash} into {destination}: it is not an empty folder; name an empty or a missing one")
     cache, manifest = _locate([repo for repo in (store_dir, project_dir) if (repo / ".dvc").is_dir()], dvc_hash)
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".restoring-", dir=destination.parent) as aside:
-            whole = Path(aside) / destination.name
-            whole.mkdir()
+        with folder_aside(destination) as whole:
             for relpath, md5 in manifest.items():
                 source, target = object_path(cache, md5), whole / relpath
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +58,6 @@ def restore_folder(store_dir: Path, dvc_hash: str, destination: Path, project_di
                         f"{relpath} of {dvc_hash} is damaged and not used: {source} does not have its own md5; nothing was restored. "
                         "If a remote holds it, delete that cache file and restore again"
                     )
-            whole.replace(destination)
     except OSError as error:
         raise HalfstepError(f"could not restore {dvc_hash} into {destination}: {error}; nothing was left there") from error
     return destination

@@ -32,14 +32,18 @@ def train_here(
     *,
     tweak: Tweak | None = None,
     resume_from: Path | None = None,
+    levers: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[Outcome, program.TrainingRun]:
-    """Run one attempt as ``tasks.programs.train`` does; `tweak` gets the trainer before the first step, `fields` are the Precision's."""
+    """Run one attempt as ``tasks.programs.train`` does; `tweak` gets the trainer before the first step.
+
+    `levers` replace those of the params, `fields` those of the Precision.
+    """
     attempt = Attempt(
         number=1,
         label="baseline",
         precision=precision(label).model_copy(update=fields),
-        levers=baseline_levers(params),
+        levers=baseline_levers(params).model_copy(update=levers or {}),
         engine="trl_local",
         reason="a test",
         resume_from=resume_from,

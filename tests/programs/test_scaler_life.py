@@ -8,8 +8,9 @@ import torch
 from transformers import TrainerCallback
 
 from tasks.attempt_files import read_steps
-from tasks.programs.gradients import first_non_finite_layer
 from tasks.programs.grpo import MeteredGRPOTrainer, weights_digest
+from tasks.programs.mismatch import MismatchMeter
+from tasks.programs.observation import first_non_finite_layer
 from tests.programs.in_process import params_with, scale_loss, spoil_gradient, train_here
 from tests.training_runs import Inputs
 
@@ -172,10 +173,12 @@ def test_a_gradient_that_is_not_finite_without_a_scaler_stops_at_its_step(scratc
 
 
 @pytest.mark.parametrize("name", ["mismatch_kl", "reward"])
-def test_other_numbers_that_are_not_finite_stop_too(name: str, scratch_inputs: Inputs, tmp_path: Path) -> None:
+def test_other_numbers_that_are_not_finite_stop_too(
+    name: str, scratch_inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def tweak(trainer: MeteredGRPOTrainer) -> None:
         if name == "mismatch_kl":
-            trainer.mismatch.metrics = lambda: {"mismatch_kl": float("nan")}  # type: ignore[method-assign]
+            monkeypatch.setattr(MismatchMeter, "metrics", lambda meter: {"mismatch_kl": float("nan")})
         else:
             score = trainer._generate_and_score_completions
 

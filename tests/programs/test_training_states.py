@@ -12,7 +12,7 @@ from tests.training_runs import Inputs
 
 pytestmark = pytest.mark.device
 
-CLOCKS = ("_time_ms", "tokens_per_second", "peak_memory_mb")
+CLOCKS = ("time", "_time_ms", "tokens_per_second", "peak_memory_mb")
 LAYER = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -89,9 +89,11 @@ def test_m5_the_attempts_own_levers_win_over_those_of_the_state(scratch_inputs: 
         trainer._compute_loss = lambda model, inputs: (sizes.append(len(inputs["prompt_ids"])), compute(model, inputs))[1]
 
     state = tmp_path / "large" / "states" / "checkpoint-1"
-    outcome, _ = train_here(small, "fp32", scratch_inputs, tmp_path / "small", tweak=tweak, resume_from=state)
+    shorter = {"max_completion_length": 4}
+    outcome, _ = train_here(small, "fp32", scratch_inputs, tmp_path / "small", tweak=tweak, resume_from=state, levers=shorter)
     assert outcome.status == "succeeded", outcome.failure
     assert sizes == [8, 8]
+    assert [step["completions/max_length"] for step in read_steps(tmp_path / "small")] == [4]
 
 
 def test_a_state_of_the_last_step_is_saved_as_it_is_without_a_step_more(scratch_inputs: Inputs, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Metric
 
-from tasks.records import TrackedRun
-from tasks.tracking.metrics import MetricsSender
+from tasks.attempt_log import AttemptLog
+from tasks.records import PrecisionPlan, TrackedRun
 
 
 def append(path: Path, steps: range, **metrics: float) -> None:
@@ -27,50 +28,70 @@ def append(path: Path, steps: range, **metrics: float) -> None:
             stream.write(json.dumps({"step": step, "time": 1.7e9 + step / 3, "metrics": values}) + "\n")
 
 
-def history(run: TrackedRun, name: str) -> list[tuple[int, float]]:
-    points = MlflowClient(run.tracking_uri).get_metric_history(run.run_id, name)
-    return sorted((point.step, point.value) for point in points)
+def log_of(parent: TrackedRun, plan: PrecisionPlan, folder: Path, warn: Callable[[str], None] = print, **more: float) -> AttemptLog:
+    return AttemptLog(parent, plan.attempts[0], folder, warn, **more)
 
 
-def test_grows_with_the_file_and_keeps_half_lines_back(parent: TrackedRun, tmp_path: Path) -> None:
+def finish(log: AttemptLog, patience_seconds: float = 60.0) -> str:
+    assert log.run is not None
+    return log.finish(log.run, patience_seconds)
+
+
+def reach_through(log: AttemptLog, uri: str) -> None:
+    assert log.run is not None
+    log.run = log.run.model_copy(update={"tracking_uri": uri})
+
+
+def points(parent: TrackedRun, log: AttemptLog, name: str) -> list[Metric]:
+    assert log.run is not None
+    return MlflowClient(parent.tracking_uri).get_metric_history(log.run.run_id, name)
+
+
+def history(parent: TrackedRun, log: AttemptLog, name: str) -> list[tuple[int, float]]:
+    return sorted((point.step, point.value) for point in points(parent, log, name))
+
+
+def test_grows_with_the_file_and_keeps_half_lines_back(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sender = MetricsSender(parent, path, print)
-    assert sender.send() == 0
+    log = log_of(parent, plan, tmp_path)
+    log.send()
     append(path, range(1, 1201))
-    assert sender.send() == 2400
+    log.send()
+    assert len(history(parent, log, "loss")) == 1200
     with path.open("a") as stream:
         stream.write('{"step": 1201, "time": 1700000000.5, ')
         stream.flush()
-        assert sender.send() == 0
+        log.send()
+        assert len(history(parent, log, "reward")) == 1200
         stream.write('"metrics": {"reward": 0.5, "a=b": 2}}\nno json\n{"step": 1202')
-    message = sender.finish(patience_seconds=0)
-    assert (sender.num_sent, len(sender.pending), sender.num_refused_lines) == (2402, 0, 1)
+    message = finish(log, 0)
+    assert (len(log.pending), log.num_refused_lines) == (0, 1)
     assert "half a line" in message and "1 lines" in message
-    assert history(parent, "reward") == [*((step, step / 7) for step in range(1, 1201)), (1201, 0.5)]
-    assert history(parent, "a_b") == [(1201, 2)]
-    first = MlflowClient(parent.tracking_uri).get_metric_history(parent.run_id, "reward")[0]
+    assert history(parent, log, "reward") == [*((step, step / 7) for step in range(1, 1201)), (1201, 0.5)]
+    assert history(parent, log, "a_b") == [(1201, 2)]
+    first = points(parent, log, "reward")[0]
     assert first.timestamp == round((1.7e9 + 1 / 3) * 1000)
 
 
-def test_sending_a_file_again_doubles_nothing(parent: TrackedRun, tmp_path: Path) -> None:
+def test_sending_a_file_again_doubles_nothing(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, range(600))
-    MetricsSender(parent, path, print).send()
+    log_of(parent, plan, tmp_path).send()
     append(path, range(600, 700))
-    again = MetricsSender(parent, path, print)
-    assert again.finish() == ""
-    assert again.num_sent == 1400
-    assert [step for step, _ in history(parent, "loss")] == list(range(700))
+    again = log_of(parent, plan, tmp_path)
+    assert finish(again) == ""
+    assert [step for step, _ in history(parent, again, "loss")] == list(range(700))
 
 
-def test_values_that_are_not_finite_are_visible_and_do_not_reach_the_chart(parent: TrackedRun, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_visible_and_do_not_reach_the_chart(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, range(1, 2), grad_norm=1.5)
     append(path, range(2, 3), grad_norm=float("inf"))
     append(path, range(3, 4), grad_norm=float("nan"))
-    assert MetricsSender(parent, path, print).finish() == ""
-    assert history(parent, "grad_norm") == [(1, 1.5)]
-    assert history(parent, "grad_norm_nonfinite") == [(2, 1), (3, 1)]
+    log = log_of(parent, plan, tmp_path)
+    assert finish(log) == ""
+    assert history(parent, log, "grad_norm") == [(1, 1.5)]
+    assert history(parent, log, "grad_norm_nonfinite") == [(2, 1), (3, 1)]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -145,44 +166,47 @@ class PassOn(http.server.BaseHTTPRequestHandler):
             self.wfile.write(answer)
 
 
-def test_server_that_goes_away_and_comes_back_has_every_point_once(parent: TrackedRun, tmp_path: Path) -> None:
+def test_server_that_goes_away_and_comes_back_has_every_point_once(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     server = Server(parent.tracking_uri, tmp_path)
     path = tmp_path / "metrics.jsonl"
     told: list[str] = []
     gate = Gate(server.url)
-    sender = MetricsSender(parent.model_copy(update={"tracking_uri": gate.url}), path, told.append, retry_seconds=0)
+    log = log_of(parent, plan, tmp_path, told.append, retry_seconds=0)
+    reach_through(log, gate.url)
     server.start()
     try:
         append(path, range(50))
-        assert sender.send() == 100
+        log.send()
         # the request is carried out, its answer is lost: nobody can tell it from one that never arrived
         gate.loses_answers = True
         append(path, range(50, 100))
-        assert sender.send() == 0
-        assert len(history(parent, "reward")) == 100
+        log.send()
+        assert (len(history(parent, log, "reward")), len(log.pending)) == (100, 50)
         gate.loses_answers = False
-        assert sender.send() == 100
+        log.send()
+        assert log.pending == []
         server.kill()
         append(path, range(100, 1300))
-        assert sender.send() == 0
-        message = sender.finish(patience_seconds=0)
-        assert len(sender.pending) == 2400 and str(path) in message
+        log.send()
+        message = finish(log, 0)
+        assert len(log.pending) == 1200 and str(path) in message
         server.start()
-        message = sender.finish()
+        message = finish(log)
     finally:
         server.kill()
         gate.shutdown()
-    assert (sender.num_sent, len(sender.pending), message) == (2600, 0, "")
+    assert (log.pending, message) == ([], "")
     assert [("is away" in text, "answers again" in text) for text in told] == [(True, False), (False, True)] * 2
-    assert history(parent, "reward") == [(step, step / 7) for step in range(1300)]
-    assert history(parent, "loss") == sorted((step, -step) for step in range(1300))
+    assert history(parent, log, "reward") == [(step, step / 7) for step in range(1300)]
+    assert history(parent, log, "loss") == sorted((step, -step) for step in range(1300))
 
 
-def test_after_a_failure_the_server_is_left_alone_for_a_while(parent: TrackedRun, tmp_path: Path) -> None:
+def test_after_a_failure_the_server_is_left_alone_for_a_while(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, range(3))
     told: list[str] = []
-    nowhere = parent.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
-    sender = MetricsSender(nowhere, path, told.append, retry_seconds=3600)
-    assert [sender.send() for _ in range(200)] == [0] * 200
+    log = log_of(parent, plan, tmp_path, told.append, retry_seconds=3600)
+    reach_through(log, "http://127.0.0.1:9")
+    for _ in range(200):
+        log.send()
     assert len(told) == 1

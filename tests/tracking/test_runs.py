@@ -35,10 +35,8 @@ from tasks.tracking.runs import (
     close_open_runs,
     close_parent_run,
     log_dataset,
-    log_file,
     open_attempt_run,
     open_parent_run,
-    reopen_run,
 )
 from tests.tracking.conftest import run_folder
 
@@ -107,10 +105,14 @@ def test_parent_run_holds_what_was_asked_found_and_decided(
 
 def test_a_repeated_open_goes_on_with_the_same_run(parent: TrackedRun, state_dir: Path, plan: PrecisionPlan, hardware: Hardware) -> None:
     folder = run_folder("test_a_repeated_open_goes_on_with_the_same_run", "another flow run")
-    assert open_attempt_run(parent, plan.attempts[0]) == open_attempt_run(parent, plan.attempts[0])
-    other = open_parent_run(folder, state_dir, Params(), hardware, plan)
-    assert other != parent
-    assert open_parent_run(folder, state_dir, Params(), hardware, plan) == other
+    attempt = open_attempt_run(parent, plan.attempts[0])
+    client_of(parent).set_terminated(attempt.run_id, "KILLED")
+    assert open_attempt_run(parent, plan.attempts[0]) == attempt
+    assert client_of(parent).get_run(attempt.run_id).info.status == "KILLED"
+    assert open_parent_run(folder, state_dir, Params(), hardware, plan) == parent
+    assert client_of(parent).get_run(parent.run_id).data.tags["prefect.flow_run_id"] == "another flow run"
+    later = folder.model_copy(update={"started_at": "later"})
+    assert open_parent_run(later, state_dir, Params(), hardware, plan) != parent
 
 
 def test_each_attempt_is_a_child_run_with_its_outcome(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
@@ -178,8 +180,8 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
         tracking_uri=parent.tracking_uri,
         tracking_run_id=parent.run_id,
     )
-    close_parent_run(parent, record, joined_steps(finished))
-    close_parent_run(parent, record, joined_steps(finished))
+    for _ in range(2):
+        close_parent_run(parent, record, joined_steps(finished), (tmp_path / "2" / "train.log",))
     run = client_of(parent).get_run(parent.run_id)
     wanted = {
         "accuracy_base": 0.25,
@@ -200,9 +202,12 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
     assert run.data.tags["checkpoint.dvc_hash"] == HASH
     assert len(json.loads(artifact(parent, "samples.json", tmp_path))["data"]) == 2
     assert json.loads(artifact(parent, "run.json", tmp_path))["run_name"] == "x"
+    assert artifact(parent, "train.log", tmp_path) == "the log"
 
 
-def test_runs_of_a_stopped_flow_are_closed(parent: TrackedRun, plan: PrecisionPlan, state_dir: Path, tmp_path: Path) -> None:
+def test_runs_of_a_stopped_flow_are_closed(
+    parent: TrackedRun, plan: PrecisionPlan, hardware: Hardware, state_dir: Path, tmp_path: Path
+) -> None:
     child = open_attempt_run(parent, plan.attempts[0])
     done = open_attempt_run(parent, plan.attempts[1])
     close_attempt_run(done, SUCCESS, write_steps(tmp_path / "2", {}))
@@ -210,9 +215,8 @@ def test_runs_of_a_stopped_flow_are_closed(parent: TrackedRun, plan: PrecisionPl
     assert close_open_runs(state_dir, flow_run_id, "KILLED") == 2
     assert [client_of(parent).get_run(run.run_id).info.status for run in (parent, child, done)] == ["KILLED", "KILLED", "FINISHED"]
     assert close_open_runs(state_dir, flow_run_id, "KILLED") == 0
-    reopen_run(parent, "a later flow run")
-    log_file(parent, tmp_path / "2" / "train.log")
-    assert artifact(parent, "train.log", tmp_path) == "the log"
+    folder = run_folder("test_runs_of_a_stopped_flow_are_closed", "a later flow run")
+    assert open_parent_run(folder, state_dir, Params(), hardware, plan) == parent
     assert close_open_runs(state_dir, "a later flow run", "FAILED") == 1
     assert close_open_runs(tmp_path / "never used", flow_run_id, "KILLED") == 0
     assert not (tmp_path / "never used").exists()

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from tasks import inputs
-from tasks.base_model import fetch_base_model
-from tasks.dataset import prepare_dataset
+from tasks import artifacts
+from tasks.artifacts import fetch_base_model, prepare_dataset
 from tasks.errors import RefusedInput
 from tasks.params import Params
 from tasks.program_request import REQUEST_FILE
@@ -21,7 +20,7 @@ PARAMS = Params.model_validate(
 
 
 def test_inputs_are_built_once_and_a_bad_request_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "STORE_DIR", tmp_path / "state" / "store")
+    monkeypatch.setattr(artifacts, "STORE_DIR", tmp_path / "state" / "store")
     with disable_run_logger():
         base_model = fetch_base_model.fn(PARAMS, tmp_path / "first")
         dataset = prepare_dataset.fn(PARAMS, base_model, tmp_path / "first")
@@ -39,9 +38,9 @@ def test_inputs_are_built_once_and_a_bad_request_is_refused(tmp_path: Path, monk
 def test_of_two_runs_that_need_the_same_new_input_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(inputs, "STORE_DIR", tmp_path / "state" / "store")
-    monkeypatch.setattr(inputs, "get_run_logger", lambda: logging.getLogger("inputs"))
-    with ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO, "inputs"):
+    monkeypatch.setattr(artifacts, "STORE_DIR", tmp_path / "state" / "store")
+    monkeypatch.setattr(artifacts, "get_run_logger", lambda: logging.getLogger("artifacts"))
+    with ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO, "artifacts"):
         versions = list(pool.map(fetch_base_model.fn, (PARAMS, PARAMS), (tmp_path / "first", tmp_path / "second")))
     assert versions[0] == versions[1]
     assert len(list(tmp_path.glob("*/base_models"))) == 1

@@ -1,0 +1,82 @@
+"""What training is expected to take at its peak, and what each lever does to it. Pure.
+
+The quantity is the one that a budget limits and an outcome measures: see tasks/programs/device_memory.py.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from tasks.records import DeviceType, LeverEffect, MemoryLevers, MemoryPrediction, Phase, Precision, Record
+
+
+class PeakRequest(Record):
+    """What the peak of one attempt depends on, beside the model."""
+
+    device_type: DeviceType
+    precision: Precision
+    levers: MemoryLevers
+    prompt_length: int = Field(ge=1, description="tokens of the longest prompt")
+    completion_length: int = Field(ge=1, description="tokens")
+    beta: float = Field(description="above 0 a reference model is held beside the policy")
+
+
+class PredictionRequest(Record):
+    """What the program that predicts is asked."""
+
+    base_model_dir: Path
+    out_dir: Path
+    peaks: dict[str, PeakRequest] = Field(description="by the name of the file that receives the prediction")
+
+
+class TensorBytes(Record):
+    """What a dry run counted."""
+
+    phases: dict[Phase, dict[str, int]] = Field(description="bytes of tensors by category at the peak of each phase")
+    cache_elements: int = Field(description="of the rollout's KV cache when its last token is sampled")
+
+
+class ProcessBytes(Record):
+    """What a training process was seen to take beside its tensors, on the device at hand."""
+
+    import_bytes: int = Field(description="resident when the imports are done: no part of the peak, but of what a machine must have")
+    runtime_bytes: int = Field(description="what a step of a tiny model leaves behind: compiled kernels, work spaces, thread arenas")
+
+
+# measured on scratch models of 0.1 and 11 million parameters with torch 2.13; `make bench-memory` scores them on others
+TRAINER_BYTES = 25 * 2**20
+# what glibc's heap keeps goes with the KV cache, which grows token by token; why, and what else it goes with, is not known, so
+# that the error is large where the allocator is not compact
+HEAP_BYTES_PER_CACHE_ELEMENT = 13.4
+# largest errors on the peak that were measured, rounded up; on devices nothing was: what torch's caching allocator keeps is in it
+ERROR_SHARE = {"heap": 0.45, "compact heap": 0.25, "device": 0.3}
+
+
+def expected_peak(counted: TensorBytes, process: ProcessBytes, request: PeakRequest) -> MemoryPrediction:
+    """Return what a process is expected to take, from what its tensors take."""
+    kind = "device" if request.device_type != "cpu" else "compact heap" if request.levers.compact_allocator else "heap"
+    beside = {
+        "runtime": process.runtime_bytes + (0 if kind == "device" else TRAINER_BYTES),
+        "allocator": round(counted.cache_elements * HEAP_BYTES_PER_CACHE_ELEMENT) if kind == "heap" else 0,
+    }
+    phases = {phase: sum(sizes.values()) + sum(beside.values()) for phase, sizes in counted.phases.items()}
+    phase = max(phases, key=phases.__getitem__)
+    return MemoryPrediction(
+        peak_bytes=phases[phase],
+        error_bytes=round(phases[phase] * ERROR_SHARE[kind]),
+        phase=phase,
+        categories={**counted.phases[phase], **beside},
+        phases=phases,
+        import_bytes=process.import_bytes,
+    )
+
+
+def effects(before: MemoryPrediction, steps: list[tuple[str, str, MemoryPrediction]], *, chained: bool) -> tuple[LeverEffect, ...]:
+    """Return what each (lever, change, prediction with it) does to the peak; in a chain, against the step before it."""
+    found = []
+    for lever, change, after in steps:
+        sizes = {name: before.categories.get(name, 0) - after.categories.get(name, 0) for name in {**before.categories, **after.categories}}
+        freed = {name: size for name, size in sizes.items() if size}
+        found.append(LeverEffect(lever=lever, change=change, peak_bytes=after.peak_bytes, freed=freed))
+        before = after if chained else before
+    return tuple(found)

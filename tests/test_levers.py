@@ -1,0 +1,89 @@
+"""What a retry pulls, what it says of it, and what of it never changes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.levers import baseline_levers, changes, levers_pulled, retry_levers, single_levers, thriftier
+from tasks.params import Params, RetryParams, load_params
+from tasks.places import PROJECT_DIR
+from tasks.report import overrides_text
+
+
+def params(training: dict[str, object], *retries: dict[str, object]) -> Params:
+    return Params.model_validate({"training": training, "memory": {"retries": retries}})
+
+
+def test_the_baseline_takes_its_levers_from_training() -> None:
+    levers = baseline_levers(params({"optimizer_8bit": True, "compact_allocator": True, "lora_rank": 8}))
+    assert (levers.optimizer_8bit, levers.compact_allocator, levers.lora_rank, levers.max_completion_length) == (True, True, 8, None)
+    assert not baseline_levers(Params()).gradient_checkpointing
+
+
+def test_a_retry_adds_to_what_the_baseline_pulls_and_takes_nothing_back() -> None:
+    old = baseline_levers(params({"optimizer_8bit": True, "lora_rank": 8}))
+    new = retry_levers(old, RetryParams(compact_allocator=True, max_completion_length=4))
+    assert (new.optimizer_8bit, new.compact_allocator, new.lora_rank, new.max_completion_length) == (True, True, 8, 4)
+    assert retry_levers(old, RetryParams(lora_rank=2)).lora_rank == 2
+
+
+def test_every_lever_is_named_old_and_new_and_what_changes_the_task_says_so() -> None:
+    old = baseline_levers(Params())
+    retry = RetryParams(optimizer_8bit=True, compact_allocator=True, lora_rank=16, max_completion_length=8)
+    assert levers_pulled(old, retry_levers(old, retry)) == (
+        "Levers pulled: micro-batch 8 -> 4, gradient checkpointing off -> on, 8-bit optimizer states off -> on, compact allocator "
+        "off -> on, LoRA rank (changes the task) all -> 16, completion length (changes the task) all -> 8; the effective batch stays 32"
+    )
+    unchanged = retry_levers(old, RetryParams(micro_batch_divisor=1, gradient_checkpointing=False))
+    assert levers_pulled(old, unchanged).startswith("No lever is pulled")
+
+
+def test_the_way_from_baseline_to_retry_is_one_lever_at_a_time_and_ends_at_the_retry() -> None:
+    baseline = baseline_levers(Params())
+    retry = retry_levers(baseline, RetryParams())
+    steps = changes(baseline, retry)
+    assert [(step.lever, step.text) for step in steps] == [("micro-batch", "8 -> 4"), ("gradient checkpointing", "off -> on")]
+    assert steps[-1].levers == retry and {step.levers.effective_batch_size for step in steps} == {32}
+    assert changes(baseline, baseline) == []
+
+
+def test_each_lever_that_is_not_yet_pulled_is_shown_alone() -> None:
+    baseline = baseline_levers(Params())
+    alone = single_levers(baseline)
+    assert [(change.lever, change.text) for change in alone] == [
+        ("micro-batch", "8 -> 4"),
+        ("gradient checkpointing", "off -> on"),
+        ("rollout chunk", "all -> 16"),
+        ("8-bit optimizer states", "off -> on"),
+        ("compact allocator", "off -> on"),
+        ("LoRA rank", "all -> 16"),
+    ]
+    assert all(len(changes(baseline, change.levers)) == 1 for change in alone)
+    spent = thriftier(baseline, "cuda")[0]
+    assert [change.lever for change in single_levers(spent)] == ["8-bit optimizer states", "LoRA rank"]
+
+
+def test_what_might_fit_keeps_the_effective_batch_can_be_asked_for_and_changes_the_task_last() -> None:
+    small, states, adapters = thriftier(baseline_levers(Params()), "mps")
+    assert overrides_text(small) == (
+        "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=32 training.gradient_checkpointing=true "
+        "training.rollout_batch_size=1 memory.retries=[]"
+    )
+    assert states == small.model_copy(update={"optimizer_8bit": True})
+    assert adapters == small.model_copy(update={"lora_rank": 16})
+    for levers in (small, states, adapters):
+        told = load_params(PROJECT_DIR / "params" / "retrain.yaml", tuple(overrides_text(levers).split()))
+        assert baseline_levers(told) == levers
+
+
+@given(micro=st.integers(1, 24), accumulation=st.integers(1, 8), generations=st.integers(2, 12))
+def test_no_retry_changes_the_effective_batch_or_splits_a_group(micro: int, accumulation: int, generations: int) -> None:
+    batch = micro * accumulation * generations
+    training = {
+        "per_device_train_batch_size": micro * generations,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": generations,
+    }
+    for divisor in (divisor for divisor in range(1, micro * generations + 1) if micro * generations % divisor == 0):
+        asked = params(training, {"micro_batch_divisor": divisor})
+        levers = retry_levers(baseline_levers(asked), asked.memory.retries[0])
+        assert levers.effective_batch_size == batch and batch % generations == 0

@@ -1,0 +1,52 @@
+"""What a peak is made of beside its tensors, and what each change does to it."""
+
+import pytest
+
+from tasks.memory import MB
+from tasks.peak_memory import PeakRequest, ProcessBytes, TensorBytes, effects, expected_peak
+from tasks.records import MemoryLevers, MemoryPrediction
+from tasks.report import effect_text
+from tests.training_runs import precision
+
+COUNTED = TensorBytes(
+    phases={"rollout": {"weights": 300 * MB}, "backward": {"weights": 200 * MB, "gradients": 200 * MB}}, cache_elements=10 * MB
+)
+
+
+def prediction(**categories: int) -> MemoryPrediction:
+    sizes = {name: size * MB for name, size in categories.items()}
+    return MemoryPrediction(peak_bytes=sum(sizes.values()), error_bytes=0, phase="backward", categories=sizes, phases={})
+
+
+def expected(device_type: str, compact: bool = False) -> MemoryPrediction:
+    levers = MemoryLevers(
+        per_device_train_batch_size=1, gradient_accumulation_steps=1, gradient_checkpointing=False, compact_allocator=compact
+    )
+    asked = {"device_type": device_type, "precision": precision("bf16"), "levers": levers, "beta": 0}
+    request = PeakRequest.model_validate({**asked, "prompt_length": 1, "completion_length": 1})
+    return expected_peak(COUNTED, ProcessBytes(import_bytes=7, runtime_bytes=10 * MB), request)
+
+
+@pytest.mark.parametrize(("device_type", "compact", "beside"), [("cuda", False, 10), ("cpu", True, 35), ("cpu", False, 169)])
+def test_the_peak_is_the_fullest_phase_with_what_the_process_takes_beside_its_tensors(device_type: str, compact: bool, beside: int) -> None:
+    made = expected(device_type, compact)
+    assert (made.phase, made.import_bytes) == ("backward", 7)
+    assert made.peak_bytes == sum(made.categories.values()) == pytest.approx((400 + beside) * MB)
+
+
+def test_effects_are_told_by_category_against_the_step_before_or_the_baseline() -> None:
+    first, second, third = (
+        prediction(activations=100, logits=20),
+        prediction(activations=60, logits=20),
+        prediction(activations=70, logits=5),
+    )
+    steps = [("micro-batch", "8 -> 4", second), ("rollout chunk", "all -> 16", third)]
+    assert [effect_text(effect) for effect in effects(first, steps, chained=True)] == [
+        "micro-batch 8 -> 4 frees 40 MB (activations 40)",
+        "rollout chunk all -> 16 frees 5 MB (logits 15, activations -10)",
+    ]
+    steps = [("micro-batch", "8 -> 4", first), ("rollout chunk", "all -> 16", third)]
+    assert [effect_text(effect) for effect in effects(first, steps, chained=False)] == [
+        "micro-batch 8 -> 4 frees nothing",
+        "rollout chunk all -> 16 frees 45 MB (activations 30, logits 15)",
+    ]
