@@ -22,7 +22,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tasks.peak_memory import PeakRequest, TensorBytes
 from tasks.programs.adapters import lora_config
 from tasks.programs.grpo import cast_copy
-from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
+from tasks.programs.half_precision import fast_half_matmul, read_head_once
 from tasks.records import MemoryLevers, Phase
 
 
@@ -103,8 +103,8 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
     request = request.model_copy(update={"completion_length": request.levers.max_completion_length or request.completion_length})
     ledger = Ledger(frozenset({config.vocab_size, 32768}) - {config.hidden_size, config.intermediate_size})
     attention = "eager" if request.device_type == "cpu" else "sdpa"
-    emulates_fp16 = "float16" in (request.precision.autocast_dtype, request.precision.sampling_dtype) and request.device_type == "cpu"
-    with _FakeTensors(), ledger, fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
+    dtypes = request.precision.autocast_dtype, request.precision.sampling_dtype
+    with _FakeTensors(), ledger, fast_half_matmul(request.device_type, *dtypes):
         ledger.category = "weights"
         dtype = getattr(torch, request.precision.autocast_dtype) if request.levers.lora_rank else torch.float32
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)

@@ -12,7 +12,7 @@ from tasks.files import write_record
 from tasks.program_request import PROGRESS_PREFIX, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import detect_device_type
-from tasks.programs.half_precision import fast_fp16_matmul, read_head_once
+from tasks.programs.half_precision import fast_half_matmul, read_head_once
 from tasks.programs.observation import PrecisionMismatch, PrecisionObserver
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.programs.rewards import load_scorer
@@ -38,7 +38,7 @@ def answer_all(request: EvaluationRequest) -> None:
     observer.attach(model)
     read_head_once(model)
     completions: list[list[int]] = []
-    with fast_fp16_matmul():
+    with fast_half_matmul(device_type, dtype):
         for start in range(0, len(problems), request.batch_size):
             prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
             completions += complete(model, tokenizer, prompts, request)
@@ -58,7 +58,7 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts
     """Return greedy completions as token ids, each up to and with its first end token."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     dtype, mixed = getattr(torch, request.precision.autocast_dtype), request.precision.mixed_precision != "no"
-    # not inference_mode: under it whole linear layers reach a dispatch mode, and fast_fp16_matmul would let them pass
+    # not inference_mode: under it whole linear layers reach a dispatch mode, and fast_half_matmul would let them pass
     with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=mixed):
         ids = model.generate(
             **batch,

@@ -1,8 +1,8 @@
-"""fp16 matrix products on a CPU without fp16 units, with the numerics of a tensor core and at useful speed.
+"""16-bit matrix products on a CPU without units for them, with the numerics of a tensor core and at useful speed.
 
-A tensor core multiplies fp16 inputs, adds up in fp32 and rounds the result to fp16. The same is done here: inputs already
-rounded to fp16 are widened, multiplied in fp32 and the result is rounded. torch's own CPU kernels for fp16 do the
-product in software, 10 to 50 times slower.
+A tensor core multiplies 16-bit inputs, adds up in fp32 and rounds the result to 16 bits. The same is done here: inputs already
+rounded are widened, multiplied in fp32 and the result is rounded. Where oneDNN does not take a format (fp16 without avx512_fp16,
+bf16 with AVX2 alone), torch's own kernels do the product in software, 10 to 50 times slower than fp32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,26 @@ _PRODUCTS: frozenset[Any] = frozenset(
 
 
 class _WidenedProducts(TorchDispatchMode):  # type: ignore[misc]
-    """Redirect matrix products of fp16 CPU tensors to fp32 and round their result to fp16."""
+    """Redirect matrix products of CPU tensors of `dtypes` to fp32 and round their result to the tensors' own."""
+
+    def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
+        super().__init__()
+        self._dtypes = dtypes
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if func not in _PRODUCTS or any(tensor.dtype != torch.float16 or tensor.device.type != "cpu" for tensor in tensors):
+        if func not in _PRODUCTS:
+            return func(*args, **options)
+        kinds = {(arg.dtype, arg.device.type) for arg in args if isinstance(arg, torch.Tensor)}
+        dtype, device = kinds.pop()
+        if kinds or dtype not in self._dtypes or device != "cpu":
             return func(*args, **options)
         widened = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
         out = options.pop("out", None)
         if out is None:
-            return func(*widened, **options).half()
+            return func(*widened, **options).to(dtype)
         return out.copy_(func(*widened, **options, out=torch.empty(out.shape)))
 
 
@@ -50,11 +57,17 @@ def read_head_once(model: PreTrainedModel) -> RemovableHandle:
     return model.get_output_embeddings().register_forward_pre_hook(contiguous)
 
 
-def cpu_has_fp16_units() -> bool:
-    """Return whether oneDNN computes fp16 on this CPU in hardware."""
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+def cpu_computes(dtype: str) -> bool:
+    """Return whether oneDNN multiplies tensors of `dtype` ('float32', 'float16' or 'bfloat16') on this CPU."""
+    if dtype == "float32":
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    onednn = torch.ops.mkldnn
+    return bool(onednn._is_mkldnn_fp16_supported() if dtype == "float16" else onednn._is_mkldnn_bf16_supported())
 
 
-def fast_fp16_matmul() -> AbstractContextManager[Any]:
-    """Compute fp16 products of CPU tensors in fp32, unless the CPU has fp16 units."""
-    return nullcontext() if cpu_has_fp16_units() else _WidenedProducts()
+def fast_half_matmul(device_type: str, *dtypes: str) -> AbstractContextManager[Any]:
+    """Compute in fp32 the products of those of `dtypes` that this CPU does not multiply itself; on another device do nothing."""
+    slow = frozenset(getattr(torch, dtype) for dtype in dtypes if not cpu_computes(dtype)) if device_type == "cpu" else None
+    return _WidenedProducts(slow) if slow else nullcontext()

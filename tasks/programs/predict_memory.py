@@ -4,7 +4,6 @@ Launch: ``python -m tasks.programs.predict_memory REQUEST.json`` (a PredictionRe
 a MemoryPrediction for each wanted peak and ``result.json`` beside the request. Takes seconds a peak, and no weights.
 """
 
-import contextlib
 import sys
 import warnings
 
@@ -18,7 +17,7 @@ from tasks.programs import lifecycle
 from tasks.programs.device_memory import detect_device_type, device_memory, own_bytes
 from tasks.programs.dry_run import dry_run
 from tasks.programs.grpo import cast_copy
-from tasks.programs.half_precision import fast_fp16_matmul
+from tasks.programs.half_precision import fast_half_matmul
 from tasks.records import Precision
 
 _TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, dtype="float32")
@@ -40,8 +39,7 @@ def predict(request: PredictionRequest) -> None:
     )
     seen = {}
     for precision in kinds:
-        emulates = device_type == "cpu" and "float16" in (precision.autocast_dtype, precision.sampling_dtype)
-        with fast_fp16_matmul() if emulates else contextlib.nullcontext():
+        with fast_half_matmul(device_type, precision.autocast_dtype, precision.sampling_dtype):
             _train_tiny_model(precision)
         seen[precision] = ProcessBytes(import_bytes=import_bytes, runtime_bytes=memory.peak_bytes())
     for number, (name, peak) in enumerate(request.peaks.items(), start=1):

@@ -27,7 +27,7 @@ from tasks.programs import lifecycle
 from tasks.programs.adapters import lora_config, same_optimizer, save_model
 from tasks.programs.device_memory import DeviceMemory, detect_device_type, device_memory
 from tasks.programs.grpo import MeteredGRPOTrainer, check_finite, weights_digest
-from tasks.programs.half_precision import fast_fp16_matmul
+from tasks.programs.half_precision import fast_half_matmul
 from tasks.programs.observation import PrecisionObserver, check_observed
 from tasks.programs.problems import TRAIN_FILE, Row, read_problems
 from tasks.programs.rewards import Scorer, load_scorer, rehearse
@@ -68,12 +68,11 @@ class TrainingRun:
         model = _load_model(self.job.base_model_dir, self.device_type, precision.autocast_dtype if levers.lora_rank else "float32")
         trainer = self._build_trainer(model)
         base = weights_digest(trainer.model)
-        emulates_fp16 = "float16" in (precision.autocast_dtype, precision.sampling_dtype) and self.device_type == "cpu"
         if state and self.first_step >= self.params.training.max_steps:
             # every step is done: transformers would do one more
             trainer._load_from_checkpoint(str(state))
         else:
-            with fast_fp16_matmul() if emulates_fp16 else contextlib.nullcontext():
+            with fast_half_matmul(self.device_type, precision.autocast_dtype, precision.sampling_dtype):
                 trainer.train(resume_from_checkpoint=str(state) if state else None)
             self._check_observed()
         self._check_result(trainer, (self.log and self.log.weights_at_start) or base)

@@ -20,13 +20,13 @@ from transformers.utils import logging
 from tasks.attempt_files import read_steps
 from tasks.params import Params, load_params
 from tasks.places import PROJECT_DIR
-from tasks.programs.half_precision import cpu_has_fp16_units, fast_fp16_matmul
+from tasks.programs.half_precision import cpu_computes, fast_half_matmul
 from tasks.programs.problems import TRAIN_FILE, read_problems
 from tests.training_runs import Inputs, train
 
 MODEL_DIR = PROJECT_DIR / "data" / "base_models" / "smollm2-135m-instruct"
 DATASET_DIR = PROJECT_DIR / "data" / "datasets" / "chain_sum"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SCALE = 65536.0
 # ServiceNow/Fast-LLM pull request 525, SmolLM2-135M: RMS relative error of the chosen token's log-probability
 PUBLISHED = {"bf16": "0.473 %", "bf16 + fp32 head": "0.371 %", "fp16": "0.057 %"}
@@ -75,13 +75,13 @@ def load() -> PreTrainedModel:
 
 @contextlib.contextmanager
 def computing_in(label: str, *, redirected: bool = True) -> Iterator[None]:
-    """Autocast to a precision; fp16 products as training runs them, or by torch's own kernels."""
-    redirect = fast_fp16_matmul() if label == "fp16" and redirected else contextlib.nullcontext()
+    """Autocast to a precision; 16-bit products as training runs them, or by torch's own kernels."""
+    redirect = fast_half_matmul("cpu", DTYPES[label]) if redirected else contextlib.nullcontext()
     with redirect:
         if label == "fp32":
             yield
         else:
-            with torch.autocast("cpu", dtype=DTYPES[label]):
+            with torch.autocast("cpu", dtype=getattr(torch, DTYPES[label])):
                 yield
 
 
@@ -109,7 +109,7 @@ def speed_table() -> str:
     step_seconds(model, "fp32", ids, mask)
     runs: dict[str, Callable[[], float]] = {
         "fp16, products in fp32": lambda: step_seconds(model, "fp16", ids, mask),
-        "bf16": lambda: step_seconds(model, "bf16", ids, mask),
+        "bf16, as training runs it": lambda: step_seconds(model, "bf16", ids, mask),
         "fp32": lambda: step_seconds(model, "fp32", ids, mask),
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -118,7 +118,8 @@ def speed_table() -> str:
             seconds[name].append(run())
     seconds["fp16, torch's own"] = [step_seconds(model, "fp16", ids, mask, redirected=False)]
     ours = statistics.median(seconds["fp16, products in fp32"])
-    note = " (this CPU computes fp16 itself: nothing is redirected)" if cpu_has_fp16_units() else ""
+    itself = [label for label in ("fp16", "bf16") if cpu_computes(DTYPES[label])]
+    note = f" (this CPU computes {' and '.join(itself)} itself: not redirected)" if itself else ""
     lines = [
         f"Forward and backward of {ids.numel()} tokens, median seconds, and how many times the first row's{note}:",
         "",

@@ -38,7 +38,7 @@ def test_one_bf16_attempt_that_learned(smoke_run: FlowRun) -> None:
 def test_summary_says_what_came_out(smoke_run: FlowRun) -> None:
     for words in (
         "succeeded",
-        "precision   bf16, observed in",
+        "observed in forward bfloat16, backward bfloat16, rollout bfloat16",
         "because",
         "reward",
         "accuracy",
