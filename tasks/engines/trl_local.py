@@ -123,7 +123,7 @@ def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgr
     killed = ended.returncode in SIGKILL_CODES
     # ranks take about the same, and the largest is known
     peak_rss_bytes = num_processes * ended.peak_rss_bytes
-    rank = outcome.failure.rank if outcome.failure else None
+    rank = outcome.failure and outcome.failure.rank
     evidence = Evidence(
         device_type=hardware.device_type,
         message="" if killed else ended.log_tail,  # what a log says last is not why its process was killed
@@ -133,10 +133,11 @@ def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgr
         host_memory_bytes=hardware.host_memory_bytes,
     )
     shortage = classify_shortage(evidence)
-    number = signal.SIGKILL if killed else -ended.returncode
-    how = f"signal {number}" if number > 0 else f"exit code {ended.returncode}"
+    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     kills = f"; the memory cgroup counted {cgroup_oom_kills} kill(s)" if cgroup_oom_kills else ""
-    whose = "the training process" if rank is None else f"the training process of rank {rank}"
-    message = f"{whose}, {ended.peak_rss_bytes / MB:,.0f} MB resident at most, ended by {how} without an outcome{kills}"
+    resident = f"{ended.peak_rss_bytes / MB:,.0f} MB resident at most"
+    message = f"the training process, {resident}, ended by {how} without an outcome{kills}"
+    if outcome.failure and rank is not None:
+        message = f"{outcome.failure.message}, {resident} in one process{kills}"
     failure = Failure(phase=None, error_type="ProcessDied", message=message, rank=rank)
     return outcome.model_copy(update={"status": "out_of_memory" if shortage else "failed", "shortage": shortage, "failure": failure})

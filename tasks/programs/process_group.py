@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from tasks.rank_outcomes import ranks_dir
@@ -23,6 +24,8 @@ def join_ranks(job: TrainingJob, num_processes: int, device_type: DeviceType) ->
     It must come before accelerate, which would meet them at a TCP port that another run may hold.
     """
     rank = int(os.environ["RANK"])
+    if device_type != "cpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.FileStore(str(ranks_dir(job.attempt_dir) / "rendezvous"), num_processes)
     dist.init_process_group(backend_of(device_type), store=store, rank=rank, world_size=num_processes, timeout=COLLECTIVE_TIMEOUT)
     return rank

@@ -130,7 +130,7 @@ def test_each_rank_takes_a_device_of_its_own(tmp_path: Path) -> None:
         TrlLocal().check(hardware, params)
         command = TrlLocal().command(job(params, tmp_path, machine=machine), hardware)
         assert command.module == "tasks.programs.ranks" and "CUDA_VISIBLE_DEVICES" not in command.environment
-    with pytest.raises(RefusedInput, match="num_processes is 4, but 1 x .* is there, and each process takes one; set it to 1 at most"):
+    with pytest.raises(RefusedInput, match=r"num_processes is 4, but 1 x .* is there, and each process takes one; set it to 1 at most"):
         TrlLocal().check(hardware_of("a100_80gb_pcie"), params)
     with pytest.raises(RefusedInput, match="ddp runs on cpu, cuda and rocm, not on mps"):
         TrlLocal().check(hardware_of("apple_m4_max"), params)
