@@ -37,10 +37,10 @@ def prepare_dataset(params: Params, base_model: ArtifactVersion, run_dir: Path) 
         f"dataset: {counts.num_train} training and {counts.num_eval} held-out problems; left out: {counts.num_dropped} prompts "
         f"above {params.dataset.max_prompt_length} tokens, {counts.num_held_out_in_train} training problems that are held out"
     )
-    groups = params.training.effective_batch_size // params.training.num_generations
+    groups = params.training.total_batch_size // params.training.num_generations
     if counts.num_train < groups:
         raise RefusedInput(
-            f"a step takes {groups} prompts (effective batch {params.training.effective_batch_size} / num_generations "
+            f"a step takes {groups} prompts (effective batch {params.training.total_batch_size} / num_generations "
             f"{params.training.num_generations}), but the dataset has {counts.num_train}; raise dataset.num_train"
         )
     return DatasetVersion(version=version, num_train=counts.num_train, num_eval=counts.num_eval, num_dropped=counts.num_dropped)

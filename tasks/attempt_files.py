@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+from tasks.params import Params
+from tasks.records import Failure, Outcome, TrainingJob
+
 STATE_PREFIX = "checkpoint-"
 
 
@@ -28,3 +31,16 @@ def read_steps(attempt_dir: Path) -> list[dict[str, float]]:
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     return [{"step": float(entry["step"]), "time": float(entry["time"]), **entry["metrics"]} for entry in map(json.loads, lines)]
+
+
+def unfinished_outcome(job: TrainingJob, message: str) -> Outcome:
+    """Return the outcome of an attempt whose process ended and left none, from what else it wrote."""
+    steps, first_step = read_steps(job.attempt_dir), state_step(job.attempt.resume_from)
+    return Outcome(
+        status="cancelled",
+        first_step=first_step,
+        steps_done=int(steps[-1]["step"]) if steps else first_step,
+        total_steps=Params.model_validate(job.params).training.max_steps,
+        last_state_dir=last_training_state(job.attempt_dir) or job.attempt.resume_from,
+        failure=Failure(phase=None, error_type="ProcessDied", message=message),
+    )

@@ -137,7 +137,10 @@ class TrainingParams(Section):
     """GRPO on one machine."""
 
     engine: Literal["trl_local"] = Field("trl_local", description="what executes an attempt")
-    strategy: Literal["single"] = Field("single", description="how the work is spread: one process on one device")
+    strategy: Literal["single", "ddp"] = Field(
+        "single", description="single: one process on one device; ddp: the same in several processes"
+    )
+    num_processes: int = Field(1, ge=1, description="ddp: processes, each on a device of its own; on CPUs they share them")
     max_steps: int = Field(40, ge=1, description="optimizer steps")
     learning_rate: float = Field(2.0e-5, gt=0, description="peak learning rate of AdamW")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup"] = Field("linear", description="schedule")
@@ -164,14 +167,27 @@ class TrainingParams(Section):
 
     @property
     def effective_batch_size(self) -> int:
-        """Return completions per optimizer step."""
+        """Return completions per optimizer step in each process."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def total_batch_size(self) -> int:
+        """Return completions per optimizer step over all processes."""
+        return self.effective_batch_size * self.num_processes
+
+    @model_validator(mode="after")
+    def _several_by_ddp(self) -> Self:
+        if (self.strategy == "ddp") != (self.num_processes > 1):
+            found = f"strategy is {self.strategy!r} and num_processes is {self.num_processes}"
+            raise ValueError(f"{found}; set strategy=ddp with num_processes of 2 or more, or strategy=single with 1")
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
-        if self.effective_batch_size % self.num_generations:
+        if self.total_batch_size % self.num_generations:
+            processes = " x num_processes" if self.num_processes > 1 else ""
             raise ValueError(
-                f"per_device_train_batch_size x gradient_accumulation_steps = {self.effective_batch_size} is no multiple of "
+                f"per_device_train_batch_size x gradient_accumulation_steps{processes} = {self.total_batch_size} is no multiple of "
                 f"num_generations = {self.num_generations}; a step must hold whole groups"
             )
         return self

@@ -19,6 +19,7 @@ class PeakRequest(Record):
     prompt_length: int = Field(ge=1, description="tokens of the longest prompt")
     completion_length: int = Field(ge=1, description="tokens")
     beta: float = Field(description="above 0 a reference model is held beside the policy")
+    num_processes: int = Field(default=1, ge=1, description="above 1 DDP holds the gradients a second time, in buckets to be sent")
 
 
 class PredictionRequest(Record):

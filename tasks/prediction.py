@@ -54,6 +54,7 @@ class Forecast(NamedTuple):
                 prompt_length=self.prompt_length,
                 completion_length=levers.max_completion_length or training.max_completion_length,
                 beta=training.beta,
+                num_processes=training.num_processes,
             )
             for precision, levers in settings
         ]
@@ -73,8 +74,9 @@ class Forecast(NamedTuple):
 
     def _beside_available(self, prediction: MemoryPrediction) -> MemoryPrediction:
         free, budget = self.hardware.memory_free_bytes, self.params.memory.budget_mb
-        # on a CPU the imports come out of the same memory; a budget begins after them
-        free -= prediction.import_bytes if self.hardware.device_type == "cpu" else 0
+        if self.hardware.device_type == "cpu":
+            # all processes, their imports included, share the host's memory; a budget is each one's and begins after its imports
+            free = free // self.params.training.num_processes - prediction.import_bytes
         available = free if budget is None else min(free, int(budget * MB))
         return prediction.model_copy(update={"available_bytes": available})
 

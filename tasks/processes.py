@@ -73,7 +73,7 @@ def run_program(
     finally:
         _stop_group(child)
     on_tick()
-    return ProgramExit(child.returncode, timed_out, _tail(log_path), peak_rss_bytes(resource.RUSAGE_CHILDREN))
+    return ProgramExit(child.returncode, timed_out, log_tail(log_path), peak_rss_bytes(resource.RUSAGE_CHILDREN))
 
 
 def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
@@ -131,7 +131,8 @@ def die_with_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def _tail(log_path: Path) -> str:
+def log_tail(log_path: Path) -> str:
+    """Return the last 4000 bytes of a log."""
     with log_path.open("rb") as stream:
         stream.seek(-min(TAIL_BYTES, log_path.stat().st_size), os.SEEK_END)
         return stream.read().decode("utf-8", errors="replace").strip()

@@ -235,6 +235,7 @@ class Failure(Record):
     phase: Phase | None
     error_type: str
     message: str
+    rank: int | None = Field(default=None, description="of several processes, the one that failed first; null: one process, or all alike")
     requested_bytes: int | None = None
     available_bytes: int | None = None
     log_tail: str = ""
@@ -257,6 +258,7 @@ class Outcome(Record):
     final_loss_scale: float | None = None
     skipped_steps: int = 0
     peak_memory_bytes: int | None = Field(default=None, description="of the training process on its device, beyond its imports")
+    peak_memory_by_device: tuple[int, ...] = Field(default=(), description="of several processes, by rank; 0 where one left no outcome")
     first_step: int = Field(default=0, description="steps already done in the training state this attempt went on from")
     steps_done: int = 0
     total_steps: int = 0

@@ -126,6 +126,7 @@ def attempt_text(done: FinishedAttempt) -> str:
     kind = f" of {outcome.shortage} memory" if outcome.shortage else ""
     status = f"ran out{kind}" if outcome.status == "out_of_memory" else outcome.status
     phase = f" in {outcome.failure.phase}" if outcome.failure and outcome.failure.phase else ""
+    phase += f" of rank {outcome.failure.rank}" if outcome.failure and outcome.failure.rank is not None else ""
     peak = f", peak {outcome.peak_memory_bytes / MB:.0f} MB" if outcome.peak_memory_bytes is not None else ""
     start = f" from step {outcome.first_step}" if outcome.first_step else ""
     steps = f"{outcome.steps_done} of {outcome.total_steps} steps{start}"

@@ -12,12 +12,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from tasks.attempt_files import last_training_state, read_steps, state_step
+from tasks.attempt_files import unfinished_outcome
 from tasks.errors import RefusedInput
 from tasks.files import file_lock, read_record, write_aside, write_record
 from tasks.params import Params
 from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
-from tasks.records import Failure, FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
+from tasks.records import FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
 
 PARAMS_FILE = "params.yaml"
 _HELD: list[RunFolder] = []
@@ -94,17 +94,7 @@ def earlier_attempts(folder: RunFolder) -> tuple[FinishedAttempt, ...]:
 def interrupted_outcome(job: TrainingJob) -> Outcome:
     """Return the outcome an attempt left, or one that says it was interrupted before it could leave any."""
     path = job.attempt_dir / "outcome.json"
-    if path.is_file():
-        return read_record(path, Outcome)
-    steps, first_step = read_steps(job.attempt_dir), state_step(job.attempt.resume_from)
-    return Outcome(
-        status="cancelled",
-        first_step=first_step,
-        steps_done=int(steps[-1]["step"]) if steps else first_step,
-        total_steps=Params.model_validate(job.params).training.max_steps,
-        last_state_dir=last_training_state(job.attempt_dir) or job.attempt.resume_from,
-        failure=Failure(phase=None, error_type="ProcessDied", message="the attempt was interrupted and left no outcome"),
-    )
+    return read_record(path, Outcome) if path.is_file() else unfinished_outcome(job, "the attempt was interrupted and left no outcome")
 
 
 def source_version() -> SourceVersion:

@@ -88,6 +88,7 @@ def test_the_engine_knows_every_argument_the_program_sets() -> None:
     ours_alone = {
         "engine",
         "strategy",
+        "num_processes",
         "rollout_batch_size",
         "engine_args",
         "compact_allocator",

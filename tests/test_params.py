@@ -38,6 +38,8 @@ def test_every_key_of_the_shipped_params_is_a_described_field(path: Path) -> Non
         ("training.learning_rate=.nan", ("training.learning_rate", "finite")),
         ("precision.mode=int8", ("precision.mode", "'auto', 'bf16', 'fp16' or 'fp32'", "'int8'")),
         ("training.strategy=fsdp", ("training.strategy", "'single'", "'fsdp'")),
+        ("training.strategy=ddp", ("training: strategy is 'ddp' and num_processes is 1", "num_processes of 2 or more")),
+        ("training.num_processes=2", ("training: strategy is 'single' and num_processes is 2", "set strategy=ddp")),
         ("training.num_generations=7", ("whole groups", "32")),
         ("memory.retries=[{micro_batch_divisor: 3}]", ("memory.retries[0].micro_batch_divisor 3", "does not divide", "take one that does")),
         ("memory.retries=[{max_completion_length: 16}]", ("memory.retries[0].max_completion_length 16", "not below", "lower it")),
@@ -94,3 +96,11 @@ def test_overrides_and_dump_come_back_equal() -> None:
 def test_every_field_has_a_description() -> None:
     assert len(described_fields()) == len(dict(described_fields()))
     assert all(not text.startswith("None") for _, text in described_fields())
+
+
+def test_groups_must_be_whole_over_all_processes_together() -> None:
+    training = {"strategy": "ddp", "num_processes": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    params = parse_params({"training": {**training, "num_generations": 8}, "memory": {"retries": []}}, "whole")
+    assert (params.training.effective_batch_size, params.training.total_batch_size) == (4, 8)
+    with pytest.raises(RefusedInput, match="x num_processes = 8 is no multiple of num_generations = 6"):
+        parse_params({"training": {**training, "num_generations": 6}, "memory": {"retries": []}}, "broken")

@@ -80,3 +80,12 @@ def test_a_prediction_is_made_once_for_what_it_depends_on(
     monkeypatch.setattr(prediction, "version", lambda library: "0.0")
     forecast(tmp_path / "a").predict(settings())
     assert len(asked) == 4
+
+
+def test_several_processes_share_the_hosts_memory_and_have_a_device_each(tmp_path: Path, asked: list[PredictionRequest]) -> None:
+    training = {"strategy": "ddp", "num_processes": 4}
+    for machine, shares in (("rtx_2080_ti_x4", 1), ("cpu_epyc_9r14", 4)):
+        hardware = hardware_of(machine)
+        made = Forecast(hardware, Params.model_validate({"training": training}), tmp_path / "a", 8, lambda line: None).predict(settings())
+        assert made[0].available_bytes == hardware.memory_free_bytes // shares - (300 * MB if shares > 1 else 0)
+    assert all(peak.num_processes == 4 for request in asked for peak in request.peaks.values())

@@ -60,6 +60,30 @@ def train(
     fields: dict[str, Any] | None = None,
 ) -> Outcome:
     """Run one attempt as a child process and return its outcome; `fields` are the Precision's."""
+    job = write_job(params, label, inputs, attempt_dir, levers=levers, resume_from=resume_from, fields=fields)
+    machine = hardware or hardware_of(CPU)
+    command = TrlLocal().command(job, machine)
+    ended = run_program(
+        command.module,
+        command.arguments,
+        attempt_dir / "train.log",
+        environment={**os.environ, **command.environment, **(environment or {})},
+        timeout_seconds=900,
+    )
+    return TrlLocal().outcome(job, ended, machine, 0)
+
+
+def write_job(
+    params: Params,
+    label: str,
+    inputs: Inputs,
+    attempt_dir: Path,
+    *,
+    levers: MemoryLevers | None = None,
+    resume_from: Path | None = None,
+    fields: dict[str, Any] | None = None,
+) -> TrainingJob:
+    """Write what one attempt is given."""
     attempt = Attempt(
         number=1,
         label="baseline",
@@ -77,13 +101,4 @@ def train(
         attempt_dir=attempt_dir,
     )
     write_record(attempt_dir / "attempt.json", job)
-    machine = hardware or hardware_of(CPU)
-    command = TrlLocal().command(job, machine)
-    ended = run_program(
-        command.module,
-        command.arguments,
-        attempt_dir / "train.log",
-        environment={**os.environ, **command.environment, **(environment or {})},
-        timeout_seconds=900,
-    )
-    return TrlLocal().outcome(job, ended, machine, 0)
+    return job

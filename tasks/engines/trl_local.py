@@ -1,4 +1,4 @@
-"""TRL's GRPO on one device of this machine, as ``python -m tasks.programs.train``."""
+"""TRL's GRPO on one or several devices of this machine, as ``python -m tasks.programs.train`` or ``tasks.programs.ranks``."""
 
 import os
 import platform
@@ -22,6 +22,7 @@ OWNED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("use_cpu", "dataloader_pin_memory"), "the detected hardware"),
     **dict.fromkeys(("gradient_checkpointing_kwargs", "logging_steps", "logging_nan_inf_filter"), "the training program"),
     "disable_tqdm": "the training program",
+    **dict.fromkeys(("ddp_backend", "ddp_find_unused_parameters"), "training.strategy"),
     "optim": "training.optimizer_8bit",
     "cast_lm_head_to_fp32": "precision.lm_head_fp32",
     "save_strategy": "training.save_steps",
@@ -31,11 +32,13 @@ OWNED_ARGUMENTS: dict[str, str] = {
 }
 # another way to generate, code from outside, or other states than a resume needs: not what the plan says will run
 _ROLLOUT = {"use_vllm", "use_transformers_continuous_batching", "num_iterations", "steps_per_generation", "generation_batch_size"}
-REFUSED_ARGUMENTS = _ROLLOUT | {"trust_remote_code", "push_to_hub", "auto_find_batch_size", "save_only_model", "logging_strategy"}
+_RANKS = {"ddp_timeout", "ddp_static_graph", "local_rank", "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"}
+REFUSED_ARGUMENTS = _ROLLOUT | _RANKS | {"trust_remote_code", "push_to_hub", "auto_find_batch_size", "save_only_model", "logging_strategy"}
 # what TRL works out from one micro-batch, whatever the loss type
 MICRO_BATCH_ARGUMENTS = {"top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"}
 # as subprocess and as a shell say it
 SIGTERM_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
+SIGKILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 # the compact allocator by device: segments that grow in place, or a heap that gives freed blocks back. torch 2.9 reads CUDA's
 # from the old name alone, 2.11 and 2.13 from the new one first
 TORCH_ALLOCATOR = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
@@ -48,10 +51,11 @@ COMPACT_ALLOCATOR: dict[DeviceType, dict[str, str]] = {
 
 
 class TrlLocal:
-    """One process on one device; several devices are left to another engine."""
+    """One process on one device, or one on each of several devices of this machine (DDP); several machines are left to another engine."""
 
     def check(self, hardware: Hardware, params: Params) -> None:
-        """Refuse engine_args that overlap a field of ours or change what the plan says."""
+        """Refuse engine_args that overlap a field of ours or change what the plan says, and more processes than devices."""
+        _check_ranks(hardware, params.training)
         names = tuple(params.training.engine_args)
         for name in names:
             if name in OWNED_ARGUMENTS:
@@ -72,9 +76,10 @@ class TrlLocal:
                 ask_program("tasks.programs.check_engine_args", EngineArgsRequest(names=names), Path(folder), lambda line: None)
 
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
-        """Return the training program's command; of several devices it sees the first that is visible."""
+        """Return the training program's command; a single process sees the first of the visible devices, each rank one of them."""
         environment = {}
-        if hardware.device_type in ("cuda", "rocm") and hardware.device_count > 1:
+        several = int(job.params["training"]["num_processes"]) > 1
+        if not several and hardware.device_type in ("cuda", "rocm") and hardware.device_count > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
         notes = []
@@ -84,7 +89,8 @@ class TrlLocal:
             notes = [f"the allocator stays as the environment sets it: {', '.join(theirs)}"] if theirs else []
             environment |= {} if theirs else compact
         arguments = (str(job.attempt_dir),)
-        return EngineCommand(module="tasks.programs.train", arguments=arguments, environment=environment, notes=tuple(notes))
+        module = "tasks.programs.ranks" if several else "tasks.programs.train"
+        return EngineCommand(module=module, arguments=arguments, environment=environment, notes=tuple(notes))
 
     def outcome(self, job: TrainingJob, ended: ProgramExit, hardware: Hardware, cgroup_oom_kills: int) -> Outcome:
         """Read ``outcome.json``; without one, tell a kill for memory, and any stop that this run did not ask for, by the evidence."""
@@ -94,7 +100,7 @@ class TrlLocal:
             why = "something outside this run ended the training process by SIGTERM"
             outcome = outcome.model_copy(update={"failure": Failure(phase=None, error_type="Preempted", message=why)})
         elif died:
-            outcome = _from_evidence(outcome, ended, hardware, cgroup_oom_kills)
+            outcome = _from_evidence(outcome, ended, hardware, cgroup_oom_kills, int(job.params["training"]["num_processes"]))
         if outcome.failure is None:
             return outcome
         host = f"; the host has {hardware.host_memory_bytes / MB:,.0f} MB ({hardware.host_memory_fact})" * (outcome.shortage == "host")
@@ -102,19 +108,36 @@ class TrlLocal:
         return outcome.model_copy(update={"failure": failure})
 
 
-def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgroup_oom_kills: int) -> Outcome:
-    killed = ended.returncode == -signal.SIGKILL
+def _check_ranks(hardware: Hardware, training: TrainingParams) -> None:
+    asked = f"training.num_processes is {training.num_processes}"
+    if training.num_processes > 1 and hardware.device_type not in ("cpu", "cuda", "rocm"):
+        raise RefusedInput(
+            f"{asked}, but ddp runs on cpu, cuda and rocm, not on {hardware.device_type}; set strategy=single num_processes=1"
+        )
+    if training.num_processes > hardware.device_count and hardware.device_type != "cpu":
+        found = f"{hardware.device_count} x {hardware.device_name} is there, and each process takes one"
+        raise RefusedInput(f"{asked}, but {found}; set it to {hardware.device_count} at most (1 with strategy=single)")
+
+
+def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgroup_oom_kills: int, num_processes: int) -> Outcome:
+    killed = ended.returncode in SIGKILL_CODES
+    # ranks take about the same, and the largest is known
+    peak_rss_bytes = num_processes * ended.peak_rss_bytes
+    rank = outcome.failure and outcome.failure.rank
     evidence = Evidence(
         device_type=hardware.device_type,
         message="" if killed else ended.log_tail,  # what a log says last is not why its process was killed
         killed_by_kernel=killed,
         cgroup_oom_kills=cgroup_oom_kills,
-        peak_rss_bytes=ended.peak_rss_bytes,
+        peak_rss_bytes=peak_rss_bytes,
         host_memory_bytes=hardware.host_memory_bytes,
     )
     shortage = classify_shortage(evidence)
     how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     kills = f"; the memory cgroup counted {cgroup_oom_kills} kill(s)" if cgroup_oom_kills else ""
-    message = f"the training process, {ended.peak_rss_bytes / MB:,.0f} MB resident at most, ended by {how} without an outcome{kills}"
-    failure = Failure(phase=None, error_type="ProcessDied", message=message)
+    resident = f"{ended.peak_rss_bytes / MB:,.0f} MB resident at most"
+    message = f"the training process, {resident}, ended by {how} without an outcome{kills}"
+    if outcome.failure and rank is not None:
+        message = f"{outcome.failure.message}, {resident} in one process{kills}"
+    failure = Failure(phase=None, error_type="ProcessDied", message=message, rank=rank)
     return outcome.model_copy(update={"status": "out_of_memory" if shortage else "failed", "shortage": shortage, "failure": failure})

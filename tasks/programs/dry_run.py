@@ -116,8 +116,10 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         ledger.category = "reference_model"
         # TRL loads it in fp32 and keeps it beside the policy; with adapters it is the policy without them
         reference = [torch.empty_like(weight) for weight in model.parameters()] if request.beta and not request.levers.lora_rank else []
-        ledger.category = "activations"
         weights = [weight for weight in model.parameters() if weight.requires_grad]
+        ledger.category = "gradient_buckets"
+        buckets = [torch.empty_like(weight) for weight in weights] if request.num_processes > 1 else []
+        ledger.category = "activations"
         optimizer = _with_states(weights, model.get_input_embeddings() if request.levers.optimizer_8bit else None, ledger)
         ledger.peaks.clear()
         with torch.no_grad():
@@ -133,7 +135,7 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         ledger.enter("optimizer")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    del reference
+    del reference, buckets
     return TensorBytes(phases=ledger.peaks, cache_elements=cache_elements)
 
 

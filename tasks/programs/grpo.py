@@ -114,7 +114,8 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             token_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
             with self.accelerator.autocast():
-                self.forward_overflow = first_non_finite_layer(model, token_ids, mask) or THE_LOSS
+                # unwrapped: other ranks do not take part in this forward
+                self.forward_overflow = first_non_finite_layer(self.accelerator.unwrap_model(model), token_ids, mask) or THE_LOSS
         self.watch.phase = "backward"
         return loss
 
@@ -129,7 +130,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # before clipping, which spreads one infinite gradient over all of them
         if self.scaler is not None:
-            self.gradient_scan = scan_gradients(model)
+            self.gradient_scan = scan_gradients(self.accelerator.unwrap_model(model))
         return super()._clip_grad_norm(model)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
@@ -194,16 +195,22 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # a state stands for steps that trained: what goes on from it must not count a skipped step as done
         if self.accelerator.optimizer_step_was_skipped:
             return
-        check_finite(model)
+        check_finite(self.accelerator.unwrap_model(model))
         self.watch.phase = "save"
         super()._save_checkpoint(model, trial)
+        # each rank writes the state of its random numbers
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self._keep_state()
+        self.watch.phase = "optimizer"
+
+    def _keep_state(self) -> None:
         name = f"{STATE_PREFIX}{self.state.global_step}"
         write_record(self._states_dir / ".writing" / name / LEVERS_FILE, self._levers)
         shutil.rmtree(self._states_dir / name, ignore_errors=True)
         (self._states_dir / ".writing" / name).rename(self._states_dir / name)
         for old in training_states(self._states_dir)[:-NUM_STATES_KEPT]:
             shutil.rmtree(old)
-        self.watch.phase = "optimizer"
 
 
 def check_finite(model: nn.Module) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tasks.errors import Diverged
@@ -21,6 +23,9 @@ from tasks.records import TrainingWarning
 
 # Logged by transformers or TRL, and measured more exactly here or without meaning in a chart.
 _LEFT_OUT = frozenset({"loss", "step_time", "epoch", "num_tokens"})
+
+_MEANS = frozenset({"loss", "mismatch_kl"})
+_ROOT_MEAN_SQUARES = frozenset({"mismatch_rms", "mismatch_relative"})
 
 
 @dataclass(eq=False)
@@ -53,7 +58,10 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the step's measures and count skipped steps."""
         trainer = self.trainer
-        self._measured = {**trainer.watch.metrics(), **trainer.mismatch.metrics(), "peak_memory_mb": self.memory.peak_bytes() / MB}
+        own = {**trainer.watch.metrics(), **trainer.mismatch.metrics(), "peak_memory_mb": self.memory.peak_bytes() / MB}
+        gathered = gather_object([(own, trainer.forward_overflow)])
+        self._measured = over_ranks([metrics for metrics, _ in gathered])
+        forward_overflow = next((layer for _, layer in gathered if layer), None)
         if not self.history:
             self.check_first_step()
         if trainer.scaler is None:
@@ -71,8 +79,8 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
             "gradient_underflow_fraction": trainer.gradient_scan.underflow_fraction,
         }
         if skipped:
-            where = trainer.forward_overflow or trainer.gradient_scan.overflow_layer or "no single layer"
-            self.overflows.append((state.global_step, f"{'forward' if trainer.forward_overflow else 'backward'} of {where}"))
+            where = forward_overflow or trainer.gradient_scan.overflow_layer or "no single layer"
+            self.overflows.append((state.global_step, f"{'forward' if forward_overflow else 'backward'} of {where}"))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any) -> None:
         """Write the step's line; raise Diverged if it says that training has come to nothing."""
@@ -81,9 +89,10 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         theirs = {name: float(value) for name, value in logs.items() if name not in _LEFT_OUT and isinstance(value, int | float)}
         metrics = {**theirs, **self._measured}
         self.history.append({"step": float(state.global_step), **metrics})
-        line = json.dumps({"step": state.global_step, "time": time.time(), "metrics": metrics})
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        if self.trainer.accelerator.is_main_process:
+            line = json.dumps({"step": state.global_step, "time": time.time(), "metrics": metrics})
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
         self._check(state.global_step, metrics)
 
     def overflow_warning(self) -> tuple[TrainingWarning, ...]:
@@ -112,3 +121,22 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         for name in watched:
             if name in metrics and not math.isfinite(metrics[name]):
                 raise Diverged(f"step {step}: {name} is {metrics[name]}; the weights can no longer be trusted")
+
+
+def over_ranks(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Return a step's measures over all ranks: tokens add up, losses and squares are averaged, of the rest the largest counts.
+
+    NaN stays NaN. Of several ranks each one's peak memory stands beside the largest.
+    """
+    if len(metrics) == 1:
+        return metrics[0]
+    joined = {f"peak_memory_mb/device_{rank}": own["peak_memory_mb"] for rank, own in enumerate(metrics)}
+    for name in dict.fromkeys(name for own in metrics for name in own):
+        values = torch.tensor([own[name] for own in metrics if name in own], dtype=torch.float64)
+        if name in _MEANS:
+            joined[name] = float(values.mean())
+        elif name in _ROOT_MEAN_SQUARES:
+            joined[name] = float(values.square().mean().sqrt())
+        else:
+            joined[name] = float(values.sum() if name == "tokens_per_second" else values.max())
+    return joined

@@ -1,11 +1,13 @@
 """Run one training attempt.
 
-Launch: ``python -m tasks.programs.train ATTEMPT_DIR``. Reads ``attempt.json`` (a TrainingJob), appends to ``metrics.jsonl``
-a line a step, keeps training states under ``states/`` and the trained weights in ``checkpoint/``, and writes
-``outcome.json`` (an Outcome) last. Needs torch, transformers, trl, accelerate and datasets; no prefect, mlflow or dvc.
+Launch: ``python -m tasks.programs.train ATTEMPT_DIR``; ``tasks.programs.ranks`` launches it as one of several. Reads
+``attempt.json`` (a TrainingJob), appends to ``metrics.jsonl`` a line a step, keeps training states under ``states/`` and the
+trained weights in ``checkpoint/``, and writes ``outcome.json`` (an Outcome) last. Needs torch, transformers, trl, accelerate and
+datasets; no prefect, mlflow or dvc.
 """
 
 import contextlib
+import signal
 import statistics
 import sys
 import traceback
@@ -15,11 +17,12 @@ from typing import Any
 
 import datasets
 import torch
+from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig
 
 from tasks.attempt_files import last_training_state, state_step
-from tasks.errors import Diverged, NothingLearned
+from tasks.errors import Diverged, HalfstepError, NothingLearned
 from tasks.files import read_record, write_record
 from tasks.memory import MB, classify_shortage, evidence_of, free_bytes, requested_bytes
 from tasks.params import Params, TrainingParams
@@ -30,9 +33,11 @@ from tasks.programs.grpo import MeteredGRPOTrainer, check_finite, weights_digest
 from tasks.programs.half_precision import fast_half_matmul
 from tasks.programs.observation import PrecisionObserver, check_observed
 from tasks.programs.problems import TRAIN_FILE, Row, read_problems
+from tasks.programs.process_group import backend_of, join_ranks
 from tasks.programs.rewards import Scorer, load_scorer, rehearse
 from tasks.programs.step_log import StepLog
 from tasks.programs.step_watch import StepWatch
+from tasks.rank_outcomes import rank_dir
 from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob, TrainingWarning, WeightsDtype
 from tasks.warning_signs import always, warning_signs
 
@@ -76,7 +81,8 @@ class TrainingRun:
                 trainer.train(resume_from_checkpoint=str(state) if state else None)
             self._check_observed()
         self._check_result(trainer, (self.log and self.log.weights_at_start) or base)
-        self._save(trainer)
+        if trainer.accelerator.is_main_process:
+            self._save(trainer)
 
     def _build_trainer(self, model: PreTrainedModel) -> MeteredGRPOTrainer:
         attempt = self.job.attempt
@@ -114,7 +120,12 @@ class TrainingRun:
 
     def _check_result(self, trainer: MeteredGRPOTrainer, before: str) -> None:
         check_finite(trainer.model)
-        self.weights_changed = weights_digest(trainer.model) != before
+        after = weights_digest(trainer.model)
+        if self.params.training.num_processes > 1:
+            print(f"weights at the end: {after}", flush=True)
+        if len(set(gather_object([after]))) > 1:
+            raise HalfstepError("the ranks ended with different weights, so that they did not train one model")
+        self.weights_changed = after != before
         # transformers keeps the steps of the whole run in its state, those before a resume too
         silent = always("no_signal", [step for step in trainer.state.log_history if "reward" in step])
         if silent or not self.weights_changed:
@@ -175,6 +186,9 @@ def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, de
         beta=training.beta,
         loss_type=training.loss_type,
         max_grad_norm=training.max_grad_norm,
+        ddp_backend=backend_of(device_type) if training.strategy == "ddp" else None,
+        # every weight that is trained takes part in every loss
+        ddp_find_unused_parameters=False,
         seed=training.seed,
         save_strategy="steps",
         save_steps=training.save_steps,
@@ -243,13 +257,21 @@ def outcome_of(run: TrainingRun) -> Outcome:
 
 
 def main() -> int:
-    """Run the attempt whose folder is the only argument; the result is outcome.json."""
+    """Run the attempt whose folder is the only argument; the result is outcome.json, of a rank in a folder of its own."""
     lifecycle.start()
-    attempt_dir = Path(sys.argv[1])
-    device_type = detect_device_type()
-    job = read_record(attempt_dir / "attempt.json", TrainingJob)
-    outcome = outcome_of(TrainingRun(job, device_type, device_memory(device_type)))
-    write_record(attempt_dir / "outcome.json", outcome)
+    try:
+        out_dir = attempt_dir = Path(sys.argv[1])
+        device_type = detect_device_type()
+        job = read_record(attempt_dir / "attempt.json", TrainingJob)
+        num_processes = Params.model_validate(job.params).training.num_processes
+        if num_processes > 1:
+            # before the memory's floor is taken, which it would be part of otherwise
+            out_dir = rank_dir(attempt_dir, join_ranks(job, num_processes, device_type))
+        run = TrainingRun(job, device_type, device_memory(device_type))
+    except lifecycle.StopRequested:
+        return 128 + signal.SIGTERM
+    outcome = outcome_of(run)
+    write_record(out_dir / "outcome.json", outcome)
     if outcome.status == "cancelled":
         lifecycle.end_group()
     return 0 if outcome.status == "succeeded" else 1

@@ -81,13 +81,14 @@ def log_steps(run: TrackedRun, lines: Sequence[MetricsLine]) -> None:
 
 def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> None:
     """Close an attempt's run with its outcome, the precision that was observed, and its log."""
-    failure = outcome.failure.model_dump(include={"phase", "error_type", "message"}) if outcome.failure else {}
+    failure = outcome.failure.model_dump(include={"phase", "error_type", "message", "rank"}) if outcome.failure else {}
     said = outcome.model_dump(include={"status", "shortage"}) | failure
     tags = {f"outcome.{name}": value for name, value in said.items()}
     tags |= {f"observed.{name}": ", ".join(seen) if isinstance(seen, tuple) else seen for name, seen in outcome.observed or ()}
     tags |= {f"warning.{item.name}": f"step {item.step}: {item.message}" for item in outcome.warnings}
     metrics = outcome.model_dump(include={"steps_done", "skipped_steps", "final_loss_scale"})
     metrics["peak_memory_mb"] = outcome.peak_memory_bytes and outcome.peak_memory_bytes / MB
+    metrics |= {f"peak_memory_mb/device_{rank}": size / MB for rank, size in enumerate(outcome.peak_memory_by_device) if size}
     with reaching(run.tracking_uri, "close the run of an attempt") as client:
         # a name that the steps logged too keeps one point a step
         logged = client.get_run(run.run_id).data.metrics

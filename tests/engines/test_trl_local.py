@@ -123,6 +123,22 @@ def test_what_depends_on_the_micro_batch_is_refused_with_the_reason() -> None:
         TrlLocal().check(hardware, Params.model_validate({"training": {"engine_args": {"top_entropy_quantile": 0.2}}}))
 
 
+def test_each_rank_takes_a_device_of_its_own(tmp_path: Path) -> None:
+    params = Params.model_validate({"training": {"strategy": "ddp", "num_processes": 4}})
+    for machine in ("rtx_2080_ti_x4", CPU):
+        hardware = hardware_of(machine)
+        TrlLocal().check(hardware, params)
+        command = TrlLocal().command(job(params, tmp_path, machine=machine), hardware)
+        assert command.module == "tasks.programs.ranks" and "CUDA_VISIBLE_DEVICES" not in command.environment
+    with pytest.raises(RefusedInput, match=r"num_processes is 4, but 1 x .* is there, and each process takes one; set it to 1 at most"):
+        TrlLocal().check(hardware_of("a100_80gb_pcie"), params)
+    with pytest.raises(RefusedInput, match="ddp runs on cpu, cuda and rocm, not on mps"):
+        TrlLocal().check(hardware_of("apple_m4_max"), params)
+    for name in ("ddp_backend", "ddp_timeout"):
+        with pytest.raises(RefusedInput, match=name):
+            TrlLocal().check(hardware_of(CPU), Params.model_validate({"training": {"engine_args": {name: 1}}}))
+
+
 def test_a_kill_is_a_shortage_of_the_host_only_by_evidence(inputs: Inputs, tmp_path: Path) -> None:
     params = meeting("print('CUDA out of memory', flush=True); os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
     attempt_dir, machine = tmp_path / "attempt", hardware_of(CPU)

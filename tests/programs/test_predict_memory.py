@@ -56,6 +56,7 @@ def predicted(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[
         beta=0,
     )
     peaks = {name: plain.model_copy(update={"levers": levers_with(**levers)}) for name, levers in VARIANTS.items()}
+    peaks["ranks"] = plain.model_copy(update={"num_processes": 2})
     peaks["wide"] = plain.model_copy(update={"precision": precision("fp32"), "beta": 0.1})
     request = PredictionRequest(base_model_dir=inputs.base_model_dir, out_dir=folder, peaks=peaks)
     (folder / "request.json").write_text(request.model_dump_json())
@@ -74,6 +75,7 @@ def test_weights_gradients_and_states_are_exact_and_the_levers_and_dtypes_show(
     # rotary frequencies count as weights, a step counter for each as states
     assert plain.categories["weights"] == pytest.approx(weights, rel=0.01)
     assert plain.categories["optimizer_states"] == pytest.approx(2 * weights, rel=0.01)
+    assert predicted["ranks"].categories["gradient_buckets"] == plain.categories["gradients"]
     assert saving.categories["activations"] < 0.6 * plain.categories["activations"]
     assert wide.categories["reference_model"] == weights
     assert wide.categories["logits"] > 1.5 * plain.categories["logits"]
