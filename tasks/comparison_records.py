@@ -22,7 +22,7 @@ class RunMeasures(Record):
     tokens_per_second: float
     peak_memory_mb: float = Field(description="maximum over devices, of the whole run")
     peak_memory_mb_by_device: tuple[float, ...]
-    reward: float = Field(description="mean over the last fifth of the run's steps")
+    reward: float | None = Field(description="mean over the last fifth of the steps")
     reward_spread: float | None = Field(description="standard deviation of the detrended curve; null: not logged, as below")
     entropy_spread: float | None
     grad_norm_spread: float | None
@@ -71,7 +71,7 @@ class Contrast(Record):
 
     measure: ComparedMeasure
     better: str = Field(description="by its mean; shown to be better only if `shown`")
-    worse: str = Field(description="a variant, or 'base model'; or the better is the base model")
+    worse: str = Field(description="a variant, or 'the base model', which may be the better too")
     effect: float = Field(description="worse / better; for lost steps and accuracy the difference in share, never negative")
     low: float
     high: float
