@@ -15,10 +15,11 @@ step time, 5 % in peak memory, curves that spread twice as wide, a fifth of the 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
 
+from scipy.stats import norm as normal
 from scipy.stats import t as student
 
 from tasks.comparison_records import ComparedMeasure, Contrast
@@ -64,6 +65,7 @@ class PairTest:
     error: float
     freedom: int
     p_value: float
+    problem_error: float = 0.0
 
 
 def block_tests(measure: ComparedMeasure, table: Table) -> list[PairTest]:
@@ -97,11 +99,11 @@ def accuracy_tests(correct: Answers, base_correct: Answers) -> list[PairTest]:
 def contrasts(tests: Sequence[PairTest]) -> tuple[Contrast, ...]:
     """Return one criterion's tests corrected, the surest first; intervals by Bonferroni, so wider than Holm's p would have them."""
     found: list[Contrast] = []
-    adjusted = 0.0
+    adjusted, tail = 0.0, ALPHA / (2 * max(len(tests), 1) * NUM_CRITERIA)
     for rank, test in enumerate(sorted(tests, key=lambda test: test.p_value)):
         adjusted = min(max(adjusted, test.p_value * (len(tests) - rank) * NUM_CRITERIA), 1.0)
         scale = SCALES[test.measure]
-        half = float(student.isf(ALPHA / (2 * len(tests) * NUM_CRITERIA), test.freedom)) * test.error
+        half = max(float(student.isf(tail, test.freedom)) * test.error, float(normal.isf(tail)) * test.problem_error)
         effect, low, high = (
             math.exp(value) if scale.is_ratio else value for value in (test.difference, test.difference - half, test.difference + half)
         )
@@ -144,7 +146,8 @@ def _by_problem(
     net = [sum(ours) - sum(others) for ours, others in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True)]
     num_answers = len(net) * len(mine)
     # a problem's answers go together over the seeds: the problem is the unit here, as the seed is above
-    error = max(error, math.sqrt(sum(value * value for value in net)) / num_answers)
     test = _pair_test("accuracy", me, -sum(net) / num_answers, them, 0.0, error, freedom)
     exact = mcnemar(sum(value > 0 for value in net), sum(value < 0 for value in net))
-    return PairTest("accuracy", test.better, test.worse, test.difference, test.error, test.freedom, max(test.p_value, exact))
+    # a problem's answers go together over the seeds: the problem is the unit here, as the seed is above
+    problem_error = math.sqrt(sum(value * value for value in net)) / num_answers
+    return replace(test, p_value=max(test.p_value, exact), problem_error=problem_error)

@@ -16,7 +16,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Plant:
-    """What sets one variant apart: factors of step time, memory and the curves' noise, logits of solving a problem, steps skipped at first."""
+    """What sets one variant apart: factors of times, memory and noise of the curves, logits of a solution, steps skipped at first."""
 
     step_time: float = 1.0
     memory: float = 1.0
