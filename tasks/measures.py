@@ -1,6 +1,7 @@
 """Measure one run from the lines of its ``metrics.jsonl`` and its outcome. Pure."""
 
 import math
+from itertools import accumulate
 from statistics import fmean, median
 
 from tasks.comparison_records import RunMeasures
@@ -67,7 +68,10 @@ def detrended_spread(curve: list[float]) -> float | None:
         return None
     half = max(len(curve) // (2 * TREND_SHARE), 1)
     reach = [min(half, at, len(curve) - 1 - at) for at in range(len(curve))]
-    rest = [value - fmean(curve[at - width : at + width + 1]) for at, (value, width) in enumerate(zip(curve, reach, strict=True)) if width]
+    sums = [0.0, *accumulate(curve)]
+    trend = [(sums[at + width + 1] - sums[at - width]) / (2 * width + 1) for at, width in enumerate(reach)]
+    # the two ends are their own trend
+    rest = [value - mean for value, mean in zip(curve[1:-1], trend[1:-1], strict=True)]
     return math.sqrt(math.fsum(value * value for value in rest) / len(rest))
 
 

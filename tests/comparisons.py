@@ -12,6 +12,8 @@ from tasks.records import Outcome
 WARMUP_STEPS, NUM_STEPS, NUM_PROBLEMS = 4, 104, 200
 OUTCOME = Outcome(status="succeeded", steps_done=NUM_STEPS, total_steps=NUM_STEPS)
 Array = np.ndarray
+# noise with a correlation of 0.5 from one step to the next
+MEMORY = np.linalg.cholesky(0.5 ** np.abs(np.subtract.outer(np.arange(NUM_STEPS), np.arange(NUM_STEPS))))
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,9 @@ class Plant:
     early_skips: int = 0
 
 
-def autocorrelated(rng: np.random.Generator, correlation: float = 0.5) -> Array:
+def autocorrelated(rng: np.random.Generator) -> Array:
     """Return noise of unit variance, one value a step."""
-    shocks = rng.standard_normal(NUM_STEPS) * np.sqrt(1 - correlation**2)
-    shocks[0] /= np.sqrt(1 - correlation**2)
-    for at in range(1, NUM_STEPS):
-        shocks[at] += correlation * shocks[at - 1]
-    return shocks
+    return MEMORY @ rng.standard_normal(NUM_STEPS)
 
 
 def one_run(rng: np.random.Generator, plant: Plant, seed_effects: Array, position: int) -> list[dict[str, float]]:

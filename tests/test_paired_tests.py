@@ -76,3 +76,14 @@ def test_runs_that_disagree_over_seeds_outweigh_many_problems() -> None:
     assert test.p_value > 0.5
     (test,) = accuracy_tests({"one": [good, good, good], "other": [good, poor, poor]}, {})
     assert test.p_value > 0.1
+
+
+def test_large_spreads_for_which_no_size_is_too_small_to_matter_raise_no_more_false_alarms_than_stated() -> None:
+    rng, alarms = np.random.default_rng(0), 0
+    for _ in range(400):
+        found = []
+        for measure in ("step_time", "peak_memory", "curve_spread"):
+            values = np.exp(0.3 * rng.standard_normal((1, 3)) + 0.2 * rng.standard_normal((3, 3)))
+            found += contrasts(block_tests(measure, dict(zip("abc", values.tolist(), strict=True))))
+        alarms += any(contrast.shown for contrast in found)
+    assert 0 < alarms <= 0.05 * 3 / NUM_CRITERIA * 400

@@ -170,7 +170,7 @@ def test_equal_variants_raise_a_false_alarm_in_a_twentieth_of_comparisons_or_few
 
 def test_planted_differences_are_found() -> None:
     """One variant of three, over three seeds, is better by the sizes that tasks.paired_tests states; one skips steps at first."""
-    plants = {"usual": Plant(), "better": Plant(1 / 1.15, 1 / 1.05, 1 / 2, 2.0), "skipping": Plant(early_skips=20)}
+    plants = {"usual": Plant(), "better": Plant(1 / 1.15, 1 / 1.05, 1 / 2.2, 2.0), "skipping": Plant(early_skips=20)}
     found = dict.fromkeys([*Criterion.__args__, "overall", "lost_steps"], 0)
     alarms = 0
     for number in range(NUM_COMPARISONS):
