@@ -84,7 +84,11 @@ def _finding(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) 
     decides = next(iter(winning or pairs), None)
     parts = [_head(criterion, best, bool(pairs), bool(shown)), facts_text(criterion, compared, runs)]
     parts += [contrast_text(contrast) for contrast in pairs if contrast.shown]
-    parts += [f"between {one} and {other} no difference" for one, other in _open_pairs(variants, shown)] if shown else []
+    parts += (
+        [f"between {one} and {other} no difference that these runs can show" for one, other in _open_pairs(variants, shown)]
+        if shown
+        else []
+    )
     parts += [f"the nearest to one: {contrast_text(pairs[0])}"] if pairs and not shown else []
     parts += [contrast_text(contrast) for contrast in found if contrast not in pairs]
     return Finding(
