@@ -54,8 +54,7 @@ def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Par
         tuned=accuracy(tuned.answers, threshold),
         num_gained=num_gained,
         num_lost=num_lost,
-        # McNemar's exact test: gains against losses under a fair coin
-        p_value=float(binomtest(num_gained, num_gained + num_lost).pvalue) if num_gained + num_lost else 1.0,
+        p_value=mcnemar(num_gained, num_lost),
         samples=tuple(
             SampledCompletion(
                 prompt=before.question,
@@ -68,6 +67,11 @@ def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Par
             for before, after in (pairs[index] for index in spread(len(pairs), params.evaluation.num_samples))
         ),
     )
+
+
+def mcnemar(num_gained: int, num_lost: int) -> float:
+    """Return the two-sided p of McNemar's exact test: gains against losses under a fair coin."""
+    return float(binomtest(num_gained, num_gained + num_lost).pvalue) if num_gained + num_lost else 1.0
 
 
 def accuracy(answers: tuple[ScoredAnswer, ...], threshold: float) -> Accuracy:

@@ -1,0 +1,105 @@
+"""What passes between the steps of a comparison of precision variants: measures of one run, and the verdict over all of them."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.records import Record, Status
+
+Criterion = Literal["speed", "memory", "accuracy", "stability"]
+ComparedMeasure = Literal["step_time", "peak_memory", "curve_spread", "lost_steps", "accuracy"]
+
+
+class RunMeasures(Record):
+    """One run of one variant with one seed, its warm-up left out where nothing else is said; MB are 2**20 bytes."""
+
+    warmup_steps: int = Field(ge=0, description="steps left out at the start")
+    measured_steps: int = Field(ge=1)
+    step_time_ms: float = Field(description="median, as all times and rates here")
+    step_time_ms_p95: float
+    forward_backward_time_ms: float
+    rollout_time_ms: float
+    tokens_per_second: float
+    peak_memory_mb: float = Field(description="maximum over devices, of the whole run")
+    peak_memory_mb_by_device: tuple[float, ...]
+    reward: float | None = Field(description="mean over the last fifth of the steps")
+    reward_spread: float | None = Field(description="standard deviation of the detrended curve; null: not logged, as below")
+    entropy_spread: float | None
+    grad_norm_spread: float | None
+    skipped_steps: int = Field(description="of the whole run: a scaler that settles skips its steps at the start")
+    lowest_loss_scale: float | None = Field(description="of the whole run; null without a grad scaler")
+    nan_events: int = Field(description="steps, not skipped, with a loss, reward, entropy or gradient norm that is not finite; whole run")
+    mismatch_kl: float | None = Field(default=None, description="median, in nats")
+    mismatch_rms: float | None = Field(default=None, description="median, in nats")
+    mismatch_max: float | None = Field(default=None, description="largest, in nats")
+    accuracy: float | None = Field(default=None, description="share of the held-out problems solved; null: not evaluated")
+    accuracy_low: float | None = Field(default=None, description="95 % Wilson interval")
+    accuracy_high: float | None = None
+    num_problems: int | None = None
+
+    @property
+    def lost_share(self) -> float:
+        """Return the share of the run's steps that taught nothing, skipped or not finite."""
+        return (self.skipped_steps + self.nan_events) / (self.warmup_steps + self.measured_steps)
+
+
+class MeasuredRun(Record):
+    """What came of one variant with one seed."""
+
+    variant: str
+    seed: int
+    order: int = Field(description="position in which it ran")
+    status: Status
+    measures: RunMeasures | None = Field(default=None, description="of a run that succeeded")
+    what_happened: str = Field(
+        default="", description="such as 'ran out of device memory in forward, 3 of 100 steps'; empty: all went well"
+    )
+    correct: tuple[bool, ...] = Field(default=(), description="per held-out problem; empty: not evaluated")
+    base_correct: tuple[bool, ...] = Field(default=(), description="the base model's, same problems in the same precision")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.status == "succeeded" and self.measures is None:
+            raise ValueError(f"{self.variant}, seed {self.seed}, succeeded and has no measures")
+        if self.base_correct and len(self.base_correct) != len(self.correct):
+            raise ValueError(f"{self.variant}, seed {self.seed}: base and tuned model answered different numbers of problems")
+        return self
+
+
+class Contrast(Record):
+    """Two variants in one measure; the interval holds jointly with all others of the verdict at 95 %."""
+
+    measure: ComparedMeasure
+    better: str = Field(description="by its mean; shown to be better only if `shown`")
+    worse: str = Field(description="a variant, or 'the base model', which may be the better too")
+    effect: float = Field(description="worse / better; for lost steps and accuracy the difference in share, never negative")
+    low: float
+    high: float
+    p_value: float = Field(description="adjusted for every comparison of the verdict")
+    shown: bool = Field(description="significant, and of a size that matters")
+
+
+class Finding(Record):
+    """The answer to one question of the verdict."""
+
+    criterion: Criterion
+    best: str | None = Field(description="shown to be better than every other variant that finished; null: no such variant")
+    sentence: str
+    effect: float | None = Field(default=None, description="of the contrast that decides: best against the next, or the widest")
+    low: float | None = None
+    high: float | None = None
+    p_value: float | None = None
+    contrasts: tuple[Contrast, ...] = ()
+
+    def beaten_by(self, candidates: tuple[str, ...]) -> set[str]:
+        """Return the variants that one of `candidates` is shown to be better than."""
+        return {contrast.worse for contrast in self.contrasts if contrast.shown and contrast.better in candidates}
+
+
+class Verdict(Record):
+    """What a comparison settles, and what it does not."""
+
+    findings: tuple[Finding, ...] = Field(description="empty without a verdict")
+    sentences: tuple[str, str] = Field(description="for the head of the report")
+    indicative: bool = Field(description="too few steps or seeds: no verdict is given")
+    best_overall: str | None

@@ -1,0 +1,92 @@
+"""Put a verdict into words, with its figures. Pure."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from tasks.comparison_records import Contrast, Criterion, Finding, MeasuredRun
+from tasks.paired_tests import ALPHA, SCALES
+
+Runs = Mapping[str, Sequence[MeasuredRun]]
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return names as people say them: a, b and c."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def contrast_text(contrast: Contrast) -> str:
+    """Return what two variants differ by, with interval and p."""
+    better, worse, scale = contrast.better, contrast.worse, SCALES[contrast.measure]
+    factor, unit = (1, "times") if scale.is_ratio else (100, "points")
+    size = f"{factor * contrast.effect:.{2 if scale.is_ratio else 1}f} {unit}"
+    said = {
+        "step_time": f"{worse} takes {size} the step time of {better}",
+        "peak_memory": f"{worse} takes {size} the peak memory of {better}",
+        "curve_spread": f"the curves of {worse} spread {size} as wide as those of {better}",
+        "lost_steps": f"{worse} loses {size} more of its steps than {better}",
+        "accuracy": f"{better} solves {size} more of the problems than {worse}",
+    }[contrast.measure]
+    digits = 2 if scale.is_ratio else 1
+    interval = f"{factor * contrast.low:.{digits}f} to {factor * contrast.high:.{digits}f}"
+    p_value = "p < 0.001" if contrast.p_value < 0.001 else f"p = {contrast.p_value:.2g}"
+    small = ", too little to matter" if contrast.p_value <= ALPHA and not contrast.shown else ""
+    return f"{said} ({interval}; {p_value}{small})"
+
+
+def facts_text(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) -> str:
+    """Return the figures a finding rests on: a variant's mean over its seeds; for stability what went wrong."""
+    if criterion == "stability":
+        return "; ".join([*(text for name, of_variant in compared.items() if (text := _lost_text(name, of_variant))), *_failures(runs)])
+    means = {name: _mean(criterion, of_variant) for name, of_variant in compared.items()}
+    unit = {"accuracy": "% of the held-out problems", "speed": "ms a step", "memory": "MB at the peak"}[criterion]
+    figures = [f"{name} {value:.1f}" if criterion == "accuracy" else f"{name} {value:,.0f}" for name, value in means.items() if value]
+    return f"{joined(figures)} {unit}" if figures else ""
+
+
+def overall_text(
+    best: str | None,
+    left: Sequence[str],
+    taken_out: Mapping[Criterion, Sequence[str]],
+    missing: Sequence[str],
+    findings: Sequence[Finding],
+    rests_on: str,
+) -> tuple[str, str]:
+    """Return the two sentences of a report's head: which variant and why; what is best for each criterion, and how sure that is."""
+    reasons = [f"{joined(names)} shown worse in {criterion}" for criterion, names in taken_out.items()]
+    reasons += [f"{joined(missing)} did not finish every run"] if missing else []
+    if best:
+        first = f"{best} is best overall: {'; '.join(reasons)}"
+    elif len(left) > 1:
+        first = "; ".join([f"No variant is best overall: between {joined(left)} no difference that these runs can show", *reasons])
+    else:
+        first = f"No variant is best overall: {left[0]} was compared with none"
+    by_criterion = "; for ".join(f"{finding.criterion}: {finding.best or 'none shown'}" for finding in findings)
+    second = f"Best for {by_criterion} (95 % confidence over all of it; {rests_on})"
+    return f"{first}.", f"{second}."
+
+
+def _mean(criterion: Criterion, runs: Sequence[MeasuredRun]) -> float | None:
+    measures = [run.measures for run in runs if run.measures]
+    if criterion == "speed":
+        return fmean(measure.step_time_ms for measure in measures)
+    if criterion == "memory":
+        return fmean(measure.peak_memory_mb for measure in measures)
+    return 100 * fmean(fmean(run.correct) for run in runs) if all(run.correct for run in runs) else None
+
+
+def _lost_text(name: str, runs: Sequence[MeasuredRun]) -> str:
+    measures = [run.measures for run in runs if run.measures]
+    skipped, not_finite = ([getattr(measure, what) for measure in measures] for what in ("skipped_steps", "nan_events"))
+    scales = [measure.lowest_loss_scale for measure in measures if measure.lowest_loss_scale is not None]
+    parts = [f"skipped {_range(skipped)} steps a run"] if any(skipped) else []
+    parts += [f"had {_range(not_finite)} steps a run with numbers that are not finite"] if any(not_finite) else []
+    parts += [f"lowered its loss scale to {min(scales):,.6g}"] if scales else []
+    return f"{name} {joined(parts)}" if parts else ""
+
+
+def _range(counts: Sequence[int]) -> str:
+    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+
+
+def _failures(runs: Sequence[MeasuredRun]) -> list[str]:
+    return [f"{run.variant} with seed {run.seed} {run.what_happened}" for run in runs if run.what_happened]

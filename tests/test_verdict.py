@@ -1,0 +1,186 @@
+"""The verdict: what it says of given runs, how often it is wrong of equal variants, and how often it finds a planted difference."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tasks.comparison_records import Criterion, Finding, MeasuredRun, RunMeasures, Verdict
+from tasks.records import Status
+from tasks.verdict import judge
+from tests.comparisons import Plant, comparison
+
+NUM_COMPARISONS = 200
+
+
+def run(variant: str, seed: int, status: Status = "succeeded", **changed: float) -> MeasuredRun:
+    values = {
+        "warmup_steps": 2,
+        "measured_steps": 100,
+        "step_time_ms": 1000.0 + 20 * seed,
+        "step_time_ms_p95": 1200.0,
+        "forward_backward_time_ms": 400.0,
+        "rollout_time_ms": 500.0,
+        "tokens_per_second": 900.0,
+        "peak_memory_mb": 3000.0,
+        "reward": 0.5,
+        "reward_spread": 0.05,
+        "entropy_spread": 0.1,
+        "grad_norm_spread": 0.2,
+        "skipped_steps": 0,
+        "lowest_loss_scale": None,
+        "nan_events": 0,
+    }
+    measures = RunMeasures.model_validate({**values, "peak_memory_mb_by_device": (3000.0,), **changed})
+    what = "" if status == "succeeded" else f"{status}, 3 of 100 steps"
+    order = 10 * seed + len(variant)
+    if status != "succeeded":
+        return MeasuredRun(variant=variant, seed=seed, order=order, status=status, what_happened=what)
+    return MeasuredRun(variant=variant, seed=seed, order=order, status=status, measures=measures)
+
+
+def three_seeds(variant: str, **changed: float) -> list[MeasuredRun]:
+    return [run(variant, seed, **changed) for seed in range(3)]
+
+
+def finding(verdict: Verdict, criterion: Criterion) -> Finding:
+    return next(found for found in verdict.findings if found.criterion == criterion)
+
+
+def test_equal_variants_show_no_difference() -> None:
+    verdict = judge([*three_seeds("fp16"), *three_seeds("bf16")])
+    assert verdict.best_overall is None and not verdict.indicative
+    assert [found.best for found in verdict.findings] == [None] * 4
+    assert "between fp16 and bf16 no difference that these runs can show" in verdict.sentences[0]
+    assert "no difference that these runs can show" in finding(verdict, "memory").sentence
+    assert finding(verdict, "accuracy").sentence == "Best for accuracy: nothing to compare."
+
+
+def test_less_memory_is_best_and_explained() -> None:
+    verdict = judge([*three_seeds("fp32", peak_memory_mb=4200), *three_seeds("bf16", peak_memory_mb=3000)])
+    found = finding(verdict, "memory")
+    assert (verdict.best_overall, found.best, found.effect) == ("bf16", "bf16", pytest.approx(1.4))
+    assert found.p_value is not None and 0 < found.p_value < 0.05
+    assert found.low is not None and found.high is not None and 1 < found.low < 1.4 < found.high
+    assert "fp32 4,200 and bf16 3,000 MB at the peak; fp32 takes 1.40 times the peak memory of bf16 (1." in found.sentence
+    assert verdict.sentences[0] == "bf16 is best overall: fp32 shown worse in memory."
+    assert verdict.sentences[1].startswith(
+        "Best for accuracy: none shown; for stability: none shown; for speed: none shown; for memory: bf16 ("
+    )
+
+
+def test_a_worse_third_variant_leaves_two_between_which_nothing_is_shown() -> None:
+    verdict = judge([*three_seeds("bf16"), *three_seeds("fp16"), *three_seeds("fp32", step_time_ms=3000)])
+    found = finding(verdict, "speed")
+    assert (found.best, verdict.best_overall) == (None, None)
+    assert found.beaten_by(("bf16",)) == {"fp32"}
+    assert "no single variant" in found.sentence and "between bf16 and fp16 no difference" in found.sentence
+    assert verdict.sentences[0].endswith("between bf16 and fp16 no difference that these runs can show; fp32 shown worse in speed.")
+
+
+def test_speed_does_not_buy_lost_steps() -> None:
+    fast = [run("fp16", seed, step_time_ms=500.0, skipped_steps=40 + seed, lowest_loss_scale=0.5) for seed in range(3)]
+    verdict = judge([*fast, *three_seeds("bf16")])
+    assert [(found.criterion, found.best) for found in verdict.findings if found.best] == [("stability", "bf16"), ("speed", "fp16")]
+    assert verdict.best_overall == "bf16"
+    told = finding(verdict, "stability").sentence
+    assert "fp16 skipped 40 to 42 steps a run and lowered its loss scale to 0.5" in told
+    assert "fp16 loses 40.2 points more of its steps than bf16" in told
+
+
+@pytest.mark.parametrize("status", ["out_of_memory", "diverged", "failed"])
+def test_a_variant_that_fails_once_is_never_best_and_the_others_are_compared(status: Status) -> None:
+    poor = [run("fp16", 0, status), *(run("fp16", seed, step_time_ms=100, peak_memory_mb=100, grad_norm_spread=0.001) for seed in (1, 2))]
+    verdict = judge([*poor, *three_seeds("bf16"), *three_seeds("fp32", peak_memory_mb=6000)])
+    assert [found.best for found in verdict.findings] == [None, None, None, "bf16"]
+    assert verdict.sentences[0] == "bf16 is best overall: fp32 shown worse in memory; fp16 did not finish every run."
+    assert f"fp16 with seed 0 {status}, 3 of 100 steps" in finding(verdict, "stability").sentence
+
+
+def test_the_only_variant_that_never_fails_is_best_for_stability_and_overall() -> None:
+    verdict = judge([*three_seeds("bf16"), *(run("fp16", seed, "diverged") for seed in range(3))])
+    assert [found.best for found in verdict.findings] == [None, "bf16", None, None]
+    assert (verdict.best_overall, verdict.sentences[0]) == ("bf16", "bf16 is best overall: fp16 did not finish every run.")
+
+
+def test_a_cancelled_run_takes_its_seed_out_for_all() -> None:
+    slow_seed = [
+        run("bf16", 0),
+        run("bf16", 1),
+        run("bf16", 2, step_time_ms=90000),
+        run("fp16", 0),
+        run("fp16", 1),
+        run("fp16", 2, "cancelled"),
+    ]
+    verdict = judge(slow_seed)
+    assert (verdict.best_overall, finding(verdict, "speed").effect) == (None, pytest.approx(1))
+    assert "2 seeds" in verdict.sentences[1]
+
+
+def test_no_variant_left_is_said() -> None:
+    verdict = judge([run("bf16", 0, "diverged"), run("fp16", 0, "failed")])
+    assert verdict.sentences[0] == "No verdict: none of bf16 and fp16 finished every run."
+    assert (verdict.findings, verdict.best_overall) == ((), None)
+    alone = judge(three_seeds("bf16"))
+    assert (alone.best_overall, alone.sentences[0]) == (None, "No variant is best overall: bf16 was compared with none.")
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [*three_seeds("bf16"), *three_seeds("fp16", step_time_ms=9000)[:2], run("fp16", 2, measured_steps=99)],
+        [run("bf16", 0), run("fp16", 0, step_time_ms=9000)],
+    ],
+)
+def test_too_few_steps_or_seeds_give_no_verdict(runs: Sequence[MeasuredRun]) -> None:
+    verdict = judge(runs)
+    assert (verdict.indicative, verdict.findings, verdict.best_overall) == (True, (), None)
+    assert verdict.sentences[0].startswith("Indicative only, and no verdict")
+
+
+def test_curves_that_never_vary_are_left_out() -> None:
+    flat = [*three_seeds("bf16", reward_spread=0.0), *three_seeds("fp16", reward_spread=0.0, grad_norm_spread=0.8, entropy_spread=0.4)]
+    assert finding(judge(flat), "stability").best == "bf16"
+    nothing = [run(name, seed, reward_spread=0, entropy_spread=0, grad_norm_spread=0) for name in ("bf16", "fp16") for seed in range(3)]
+    assert finding(judge(nothing), "stability").contrasts == ()
+
+
+def test_the_order_of_the_runs_changes_nothing() -> None:
+    runs = list(comparison(np.random.default_rng(1), {"a": Plant(), "b": Plant(memory=1.2), "c": Plant()}))
+    expected = judge(runs)
+    random.Random(0).shuffle(runs)
+    assert judge(runs) == expected
+
+
+def test_a_run_that_succeeded_has_measures() -> None:
+    with pytest.raises(ValidationError, match="has no measures"):
+        MeasuredRun(variant="bf16", seed=0, order=0, status="succeeded")
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_equal_variants_raise_a_false_alarm_in_a_twentieth_of_comparisons_or_fewer(names: str) -> None:
+    alarms = 0
+    for number in range(NUM_COMPARISONS):
+        verdict = judge(comparison(np.random.default_rng(number), {name: Plant() for name in names}))
+        alarms += bool(verdict.best_overall) or any(contrast.shown for found in verdict.findings for contrast in found.contrasts)
+    assert alarms <= 0.05 * NUM_COMPARISONS
+
+
+def test_planted_differences_are_found() -> None:
+    """One variant of three, over three seeds, is better by the sizes that tasks.paired_tests states; one skips steps at first."""
+    plants = {"usual": Plant(), "better": Plant(1 / 1.15, 1 / 1.05, 1 / 2.2, 2.0), "skipping": Plant(early_skips=20)}
+    found = dict.fromkeys([*Criterion.__args__, "overall", "lost_steps"], 0)
+    alarms = 0
+    for number in range(NUM_COMPARISONS):
+        verdict = judge(comparison(np.random.default_rng(10_000 + number), plants))
+        shown = {(one.measure, one.better, one.worse) for each in verdict.findings for one in each.contrasts if one.shown}
+        for each in verdict.findings:
+            found[each.criterion] += each.best == "better"
+        found["overall"] += verdict.best_overall == "better"
+        found["lost_steps"] += ("lost_steps", "usual", "skipping") in shown
+        wrong = {(measure, one, other) for measure, one, other in shown if other == "better" or {one, other} <= {"usual", "the base model"}}
+        alarms += bool(wrong)
+    assert {name: count for name, count in found.items() if count < 0.95 * NUM_COMPARISONS} == {}
+    assert alarms <= 0.05 * NUM_COMPARISONS
