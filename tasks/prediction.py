@@ -1,5 +1,6 @@
 """Predict what attempts take before they are made, from dry runs in a child process, and compare it with what is available."""
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
+from pydantic import ValidationError
 
 from tasks.errors import HalfstepError
 from tasks.files import read_record
@@ -26,7 +28,8 @@ from tasks.versioning.inputs import find_input, input_key
 
 PREDICTIONS_DIR = STATE_DIR / "predictions"
 # what of our own code a prediction rests on
-SOURCES = ("peak_memory.py", *(f"programs/{name}.py" for name in ("dry_run", "predict_memory", "grpo", "half_precision", "device_memory")))
+_PROGRAMS = ("dry_run", "predict_memory", "grpo", "adapters", "half_precision", "device_memory")
+SOURCES = ("peak_memory.py", *(f"programs/{name}.py" for name in _PROGRAMS))
 Say = Callable[[str], None]
 
 
@@ -59,7 +62,7 @@ class Forecast(NamedTuple):
             for precision, levers in settings
         ]
         names = [f"{input_key(self._depends_on(request))}.json" for request in requests]
-        missing = {name: request for name, request in zip(names, requests, strict=True) if not (PREDICTIONS_DIR / name).is_file()}
+        missing = {name: request for name, request in zip(names, requests, strict=True) if _kept(name) is None}
         if missing:
             asked = PredictionRequest(base_model_dir=self.base_model_dir.resolve(), out_dir=PREDICTIONS_DIR.resolve(), peaks=missing)
             with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +71,7 @@ class Forecast(NamedTuple):
 
     def _depends_on(self, request: PeakRequest) -> dict[str, object]:
         files = [self.base_model_dir / "config.json", *(PROJECT_DIR / "tasks" / name for name in SOURCES)]
-        versions = [version(library) for library in ("torch", "transformers", "trl")]
+        versions = [version(library) for library in ("torch", "transformers", "trl", "peft", "bitsandbytes")]
         facts = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions}
         return request.model_dump(mode="json") | facts | {"files": [path.read_text(encoding="utf-8") for path in files]}
 
@@ -79,6 +82,13 @@ class Forecast(NamedTuple):
             free = free // self.params.training.num_processes - prediction.import_bytes
         available = free if budget is None else min(free, int(budget * MB))
         return prediction.model_copy(update={"available_bytes": available})
+
+
+def _kept(name: str) -> MemoryPrediction | None:
+    # one that another version wrote, or that a full disk cut short, is made again
+    with contextlib.suppress(OSError, ValidationError):
+        return read_record(PREDICTIONS_DIR / name, MemoryPrediction)
+    return None
 
 
 @task(cache_policy=NO_CACHE, task_run_name="predict {attempt.name}")

@@ -82,6 +82,15 @@ def test_a_prediction_is_made_once_for_what_it_depends_on(
     assert len(asked) == 4
 
 
+def test_a_kept_prediction_that_cannot_be_read_is_made_again(tmp_path: Path, asked: list[PredictionRequest]) -> None:
+    forecast(tmp_path / "a").predict(settings())
+    (kept,) = (tmp_path / "predictions").iterdir()
+    for broken in ("", "{", kept.read_text().replace("peak_bytes", "peak")):
+        kept.write_text(broken)
+        assert forecast(tmp_path / "a").predict(settings())[0].peak_bytes == MADE.peak_bytes
+    assert len(asked) == 4
+
+
 def test_several_processes_share_the_hosts_memory_and_have_a_device_each(tmp_path: Path, asked: list[PredictionRequest]) -> None:
     training = {"strategy": "ddp", "num_processes": 4}
     for machine, shares in (("rtx_2080_ti_x4", 1), ("cpu_epyc_9r14", 4)):
