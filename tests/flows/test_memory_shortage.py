@@ -108,6 +108,7 @@ def test_a_scorer_that_raises_is_not_retried(flow_environment: dict[str, str], t
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_a_shortage_in_the_middle_costs_no_more_than_the_steps_since_the_last_state(growing_run: FlowRun) -> None:
     assert growing_run.returncode == 0, growing_run.stderr[-3000:]
     baseline, retry = growing_run.record.attempts
@@ -124,6 +125,7 @@ def test_a_shortage_in_the_middle_costs_no_more_than_the_steps_since_the_last_st
     assert f"lost        2 steps, {growing_run.record.lost_tokens:,} tokens" in growing_run.stdout
 
 
+@pytest.mark.slow
 def test_the_curves_of_the_run_join_without_a_gap_or_a_step_twice(growing_run: FlowRun) -> None:
     parent = growing_run.parent()
     assert parent.data.metrics["lost_steps"] == 2

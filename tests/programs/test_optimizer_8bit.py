@@ -15,7 +15,7 @@ from tests.programs.in_process import DEVICE, params_with, spoil_gradient, train
 from tests.programs.test_training_states import LAYER, numbers
 from tests.training_runs import Inputs
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.slow]
 
 EIGHT = {"optimizer_8bit": True}
 

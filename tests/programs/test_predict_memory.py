@@ -90,8 +90,8 @@ def test_weights_gradients_and_states_are_exact_and_the_levers_and_dtypes_show(
     [
         ("plain", 42_885_120, 85_770_240),
         ("lora", 2_801_664, 5_603_328),
-        ("8bit", 42_885_120, 22_400_000),
-        ("compact", 42_885_120, 85_770_240),
+        pytest.param("8bit", 42_885_120, 22_400_000, marks=pytest.mark.slow),
+        pytest.param("compact", 42_885_120, 85_770_240, marks=pytest.mark.slow),
     ],
 )
 def test_the_prediction_is_within_its_error_bound_of_a_measured_peak(
