@@ -69,7 +69,7 @@ class FlowRun:
         return sorted(found, key=lambda run: run.info.start_time)
 
 
-def run_flow(environment: dict[str, str], *arguments: str, timeout: float = 600) -> FlowRun:
+def run_flow(environment: dict[str, str], *arguments: str, timeout: float = 1800) -> FlowRun:
     """Run ``python -m flows.retrain`` to its end."""
     done = subprocess.run(
         [sys.executable, "-m", "flows.retrain", *arguments],

@@ -47,6 +47,9 @@ class DeviceMemory:
         """Return what could still be allocated now; None where it is not known."""
         return None
 
+    def close(self) -> None:
+        """Stop measuring."""
+
 
 class CudaMemory(DeviceMemory):
     """CUDA and ROCm, through torch's caching allocator: beyond the budget it raises OutOfMemoryError."""
@@ -77,7 +80,8 @@ class LinuxCpuMemory(DeviceMemory):
         _start_thread_pools()
         self._peak = 0
         self._limit: int | None = None
-        sampler = threading.Thread(target=self._sample_forever, daemon=True, name="memory-sampler")
+        self._closed = threading.Event()
+        sampler = threading.Thread(target=self._sample, daemon=True, name="memory-sampler")
         self._floor = own_bytes(DATA)
         sampler.start()
 
@@ -100,8 +104,12 @@ class LinuxCpuMemory(DeviceMemory):
         """Return what the limit leaves now; None without a budget."""
         return None if self._limit is None else max(0, self._limit - own_bytes(DATA))
 
-    def _sample_forever(self) -> None:
-        while True:
+    def close(self) -> None:
+        """End the sampler: one that is left behind slows down every thread of its process."""
+        self._closed.set()
+
+    def _sample(self) -> None:
+        while not self._closed.is_set():
             self.peak_bytes()
             time.sleep(SAMPLE_SECONDS)
 

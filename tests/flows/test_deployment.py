@@ -21,7 +21,7 @@ def prefect(environment: dict[str, str], *arguments: str) -> subprocess.Complete
         env={**environment, "PWD": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1800,
         check=False,
     )
 
@@ -45,7 +45,7 @@ def worker(flow_environment: dict[str, str], tmp_path_factory: pytest.TempPathFa
         yield flow_environment
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(300)
 
 
 def test_deployment_trains_again_on_the_same_inputs_and_leaves_the_tree_clean(worker: dict[str, str]) -> None:

@@ -29,11 +29,11 @@ def stopped_run(flow_environment: dict[str, str]) -> FlowRun:
     )
     home = Path(flow_environment["HALFSTEP_HOME"])
     before = set(home.glob("runs/*/1-baseline-bf16/states/checkpoint-2"))
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 900
     while set(home.glob("runs/*/1-baseline-bf16/states/checkpoint-2")) <= before and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     return FlowRun(process.returncode, stdout, stderr, home)
 
 

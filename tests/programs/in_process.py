@@ -66,7 +66,10 @@ def train_here(
         return trainer
 
     run._build_trainer = build_and_tweak  # type: ignore[method-assign]
-    return program.outcome_of(run), run
+    try:
+        return program.outcome_of(run), run
+    finally:
+        run.memory.close()
 
 
 def spoil_gradient(name: str, factor: float, steps: Callable[[int], bool]) -> Tweak:

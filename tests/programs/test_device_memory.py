@@ -1,0 +1,31 @@
+"""The meter of a device's memory."""
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from tasks.memory import MB
+from tasks.programs.device_memory import LinuxCpuMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux's")
+
+
+def test_what_is_freed_again_counts_and_a_closed_meter_leaves_no_thread() -> None:
+    meter = LinuxCpuMemory()
+    held = torch.ones(64, MB, dtype=torch.uint8)
+    time.sleep(0.1)
+    del held
+    assert meter.peak_bytes() >= 64 * MB
+    # twenty that were left behind made this suite take twice as long
+    meter.close()
+    deadline = time.monotonic() + 60
+    while (left := _samplers()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == []
+
+
+def _samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "memory-sampler"]
