@@ -8,7 +8,7 @@ export DO_NOT_TRACK = 1
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install data retrain smoke test check doctor decisions bench-numerics bench-memory test-device ui clean
+.PHONY: help install data retrain smoke compare test check doctor decisions bench-numerics bench-memory test-device ui clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ retrain: data ## the main job: train, evaluate, version and log (params/retrain.
 
 smoke: install ## the whole pipeline on a tiny model, about a minute
 	@$(BIN)/python -m flows.retrain --params params/smoke.yaml
+
+compare: install ## bf16, fp16 and fp32 on the same work, with a verdict (params/compare.yaml)
+	@$(BIN)/python -m flows.compare
 
 test: install ## the test suite
 	@$(BIN)/python -m pytest

@@ -8,10 +8,13 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from prefect.logging import disable_run_logger
 
 from tasks.attempt_files import state_step
+from tasks.comparison import plan_comparison, resolve_comparison
+from tasks.comparison_measures import ComparisonRecord
 from tasks.errors import HalfstepError, RefusedInput
 from tasks.hardware import detect_hardware
 from tasks.params import Params, described_fields
@@ -24,9 +27,29 @@ from tasks.report import plan_text
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, held_run
 
-DEFAULT_PARAMS = "params/retrain.yaml"
-EXAMPLES = """\
-examples:
+
+class Option(NamedTuple):
+    """An option that one flow has beside those of all."""
+
+    name: str
+    metavar: str
+    text: str
+    parse: Callable[[str], object]
+
+
+class Command(NamedTuple):
+    """What sets the command line of one flow apart."""
+
+    flow: str
+    description: str
+    examples: str
+    default_params: str
+    resolve: Callable[..., Params]
+    plan: Callable[[Hardware, Params], PrecisionPlan]
+    options: tuple[Option, ...] = ()
+
+
+RETRAIN_EXAMPLES = """\
   python -m flows.retrain                                      params/retrain.yaml as it stands
   python -m flows.retrain training.seed=7 precision.mode=fp16  override any field, as section.key=value
   python -m flows.retrain --plan                               hardware, attempts and reasons; trains nothing
@@ -34,31 +57,45 @@ examples:
   python -m flows.retrain --resume 20261201-221100-run         go on with a run that was stopped
 
 exit codes: 0 done, 2 refused input, 3 no attempt fitted in memory, 4 diverged, 130 stopped, 1 anything else
-
-fields (see params/*.yaml):
 """
+COMPARE_EXAMPLES = """\
+  python -m flows.compare                                      params/compare.yaml as it stands
+  python -m flows.compare --variants bf16,fp32 --seeds 1       two of its variants, one seed each
+  python -m flows.compare --variants fp32,slow 'comparison.variants.slow={precision.mode: fp32, training.learning_rate: 1e-4}'
+                                                               any setting, as a variant of your own
+  python -m flows.compare --plan                               hardware, runs in their order, predicted peaks; trains nothing
+  python -m flows.compare --resume 20261201-221100-run         go on with a comparison that was stopped
+
+exit codes: 0 done, 2 refused input, 130 stopped, 1 anything else (no run succeeded)
+"""
+VARIANT_OPTIONS = (
+    Option("--variants", "NAME,NAME", "variants to compare, out of comparison.variants (default: all)", lambda text: text.split(",")),
+    Option("--seeds", "N", "how many rounds, counted on from the first of comparison.seeds", int),
+)
 
 
-def main(flow: Callable[..., RunRecord], arguments: list[str] | None = None) -> int:
-    """Run the retrain flow for a person; return the exit code."""
-    asked = _parser().parse_intermixed_args(arguments)
+def main(flow: Callable[..., RunRecord | ComparisonRecord], arguments: list[str] | None = None, command: Command | None = None) -> int:
+    """Run a flow for a person, retrain if no other command is named; return the exit code."""
+    command = command or RETRAIN
+    asked = _parser(command).parse_intermixed_args(arguments)
     try:
-        return _run(flow, asked)
+        return _run(flow, asked, command)
     except HalfstepError as error:
         print(f"\n{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"\n{_stopped_text()}", file=sys.stderr)
+        print(f"\n{_stopped_text(command)}", file=sys.stderr)
         return 130
 
 
-def _run(flow: Callable[..., RunRecord], asked: argparse.Namespace) -> int:
+def _run(flow: Callable[..., RunRecord | ComparisonRecord], asked: argparse.Namespace, command: Command) -> int:
     if asked.resume and asked.params:
         raise RefusedInput(f"--resume {asked.resume} keeps the run's own params; leave out --params {asked.params}")
-    file = asked.params or DEFAULT_PARAMS
-    params = resolve_params(file, None, None, None, None, None, asked.overrides, asked.resume)
+    request = {name: value for name, value in vars(asked).items() if name not in ("plan", "json")}
+    request["params"] = asked.params or command.default_params
+    params = command.resolve(**request)
     if asked.plan:
-        hardware, plan = _plan(params)
+        hardware, plan = _plan(params, command)
         print(plan.model_dump_json(indent=2) if asked.json else plan_text(hardware, plan))
         return 0
     # a message of ours says all; any other exception keeps its traceback
@@ -66,29 +103,37 @@ def _run(flow: Callable[..., RunRecord], asked: argparse.Namespace) -> int:
         logging.getLogger(name).addFilter(_without_traceback)
     run_in_own_session()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    record = flow(params=file, overrides=asked.overrides, resume=asked.resume)
+    record = flow(**request)
     summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
     print(record.model_dump_json(indent=2) if asked.json else f"\n{summary}", end="")
     return 0
 
 
-def _plan(params: Params) -> tuple[Hardware, PrecisionPlan]:
+def _plan(params: Params, command: Command) -> tuple[Hardware, PrecisionPlan]:
     with tempfile.TemporaryDirectory() as folder, disable_run_logger():
         hardware = detect_hardware.fn(Path(folder))
-    plan = plan_precision(hardware, params)
-    check_engine(hardware, params)
+    plan = command.plan(hardware, params)
     return hardware, with_predictions(plan, hardware, params, lambda text: print(text, file=sys.stderr))
 
 
-def _stopped_text() -> str:
+def _plan_retrain(hardware: Hardware, params: Params) -> PrecisionPlan:
+    plan = plan_precision(hardware, params)
+    check_engine(hardware, params)
+    return plan
+
+
+def _stopped_text(command: Command) -> str:
     folder = held_run()
     if folder is None:
         return "stopped before the run began; nothing was kept"
-    attempts = earlier_attempts(folder)
+    attempts, again = earlier_attempts(folder), f"go on with: python -m flows.{command.flow} --resume {folder.name}"
+    if command is COMPARE:
+        num_done = sum(done.outcome.status != "cancelled" for done in attempts)
+        return f"stopped after {num_done} runs, which are kept in runs/{folder.name}; the one under way will be made again\n{again}"
     state = attempts[-1].outcome.last_state_dir if attempts else None
     kept = f"the training state of step {state_step(state)}" if state else "no training state yet"
     at = f" at step {attempts[-1].outcome.steps_done} of {attempts[-1].outcome.total_steps}" if attempts else " before training"
-    return f"stopped{at}; kept {kept} in runs/{folder.name}\ngo on with: python -m flows.retrain --resume {folder.name}"
+    return f"stopped{at}; kept {kept} in runs/{folder.name}\n{again}"
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -97,19 +142,40 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: Command) -> argparse.ArgumentParser:
     fields = "\n".join(
         textwrap.fill(f"{path}  {text}", width=110, initial_indent="  ", subsequent_indent="      ") for path, text in described_fields()
     )
     parser = argparse.ArgumentParser(
-        prog="python -m flows.retrain",
-        description="Retrain a language model by reinforcement learning in the right 16-bit precision.",
-        epilog=EXAMPLES + fields,
+        prog=f"python -m flows.{command.flow}",
+        description=command.description,
+        epilog=f"examples:\n{command.examples}\nfields (see params/*.yaml):\n{fields}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a field of the params file")
-    parser.add_argument("--params", metavar="FILE", help=f"params file (default {DEFAULT_PARAMS})")
+    parser.add_argument("--params", metavar="FILE", help=f"params file (default {command.default_params})")
+    for option in command.options:
+        parser.add_argument(option.name, metavar=option.metavar, help=option.text, type=option.parse)
     parser.add_argument("--plan", action="store_true", help="show hardware, attempts and reasons, and stop")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped, by its name in runs/")
     parser.add_argument("--json", action="store_true", help="print the run's record, or the plan, as JSON on standard output")
     return parser
+
+
+RETRAIN = Command(
+    flow="retrain",
+    description="Retrain a language model by reinforcement learning in the right 16-bit precision.",
+    examples=RETRAIN_EXAMPLES,
+    default_params="params/retrain.yaml",
+    resolve=resolve_params,
+    plan=_plan_retrain,
+)
+COMPARE = Command(
+    flow="compare",
+    description="Compare precision variants on the same work: one report, one verdict.",
+    examples=COMPARE_EXAMPLES,
+    default_params="params/compare.yaml",
+    resolve=resolve_comparison,
+    plan=plan_comparison,
+    options=VARIANT_OPTIONS,
+)

@@ -1,7 +1,7 @@
 """Compare the tuned model with the base model on the held-out set, problem by problem."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tasks.errors import HalfstepError
 from tasks.files import read_record, write_record
 from tasks.params import BUILT_IN_SCORERS, Params
 from tasks.places import STATE_DIR
-from tasks.program_request import EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
+from tasks.program_request import EvaluationBatch, EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
 from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
 from tasks.report import evaluation_text
 from tasks.versioning.inputs import input_key
@@ -32,9 +32,9 @@ def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt, checkpo
     """
     logger = get_run_logger()
     work_dir = setting.run.run_dir / "evaluation"
-    base_request = _request(setting, params, done, setting.base_model.path, work_dir / "base")
-    base = _answers(base_request, _kept_path(setting, base_request), logger.info)
-    tuned = _answers(_request(setting, params, done, checkpoint.path, work_dir / "tuned"), None, logger.info)
+    base_request = evaluation_request(setting, params, done, setting.base_model.path, work_dir / "base")
+    base = _answers(base_request, kept_path(setting, base_request), logger.info)
+    tuned = _answers(evaluation_request(setting, params, done, checkpoint.path, work_dir / "tuned"), None, logger.info)
     evaluation = compare(base, tuned, done.attempt.precision.label, params)
     logger.info("accuracy %s", evaluation_text(evaluation))
     return evaluation
@@ -94,7 +94,8 @@ def spread(num_problems: int, num_samples: int) -> list[int]:
     return [index * num_problems // count for index in range(count)]
 
 
-def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path, work_dir: Path) -> EvaluationRequest:
+def evaluation_request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path, work_dir: Path) -> EvaluationRequest:
+    """Return the request to answer the held-out set with one model in the precision that trained."""
     return EvaluationRequest(
         model_dir=model_dir.resolve(),
         dataset_dir=setting.dataset.version.path.resolve(),
@@ -107,6 +108,25 @@ def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_d
     )
 
 
+def answer_each(requests: Iterable[EvaluationRequest], work_dir: Path, say: Callable[[str], None]) -> dict[Path, str]:
+    """Answer every request whose file is missing, all in one process, and again alone what that leaves over.
+
+    Returns what kept a file from being written, by file.
+    """
+    missing = {request.out_file: request for request in requests if not request.out_file.is_file()}
+    together = [tuple(missing.values())] if len(missing) > 1 else []
+    faults: dict[Path, str] = {}
+    for batch in [*together, *((request,) for request in missing.values())]:
+        left = tuple(request for request in batch if not request.out_file.is_file())
+        try:
+            if left:
+                say(f"evaluating {', '.join(request.out_file.stem for request in left)}")
+                ask_program("tasks.programs.evaluate", EvaluationBatch(requests=left), work_dir, say)
+        except HalfstepError as error:
+            faults |= {request.out_file: str(error) for request in left}
+    return {path: fault for path, fault in faults.items() if not path.is_file()}
+
+
 def _answers(request: EvaluationRequest, kept: Path | None, say: Callable[[str], None]) -> ModelAnswers:
     if kept and kept.is_file():
         try:
@@ -117,15 +137,16 @@ def _answers(request: EvaluationRequest, kept: Path | None, say: Callable[[str],
             say(f"{kept} cannot be read and is made anew")
     work_dir = request.out_file.parent
     say(f"evaluating the {work_dir.name} model")
-    ask_program("tasks.programs.evaluate", request, work_dir, say)
+    ask_program("tasks.programs.evaluate", EvaluationBatch(requests=(request,)), work_dir, say)
     answers = read_record(request.out_file, ModelAnswers)
     if kept:
         write_record(kept, answers)
     return answers
 
 
-def _kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:
-    # a scorer of the user's own may depend on anything, so its results are never used again
+def kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:
+    """Return where the base model's answers to a request are kept for later runs; None if they may depend on anything."""
+    # as those of a scorer of the user's own do
     if request.reward.scorer not in BUILT_IN_SCORERS:
         return None
     asked = request.model_dump(mode="json", exclude={"model_dir", "dataset_dir", "out_file"})

@@ -4,6 +4,8 @@ Each field says what it is and its unit; each default is written here and nowher
 """
 
 import difflib
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -226,6 +228,33 @@ class EvaluationParams(Section):
     num_samples: int = Field(5, ge=0, description="completions shown before and after")
 
 
+class ComparisonParams(Section):
+    """Which variants the compare flow sets side by side, on the same work."""
+
+    variants: dict[str, dict[str, Any]] = Field(
+        {label: {"precision.mode": label} for label in ("bf16", "fp16", "fp32")},
+        min_length=1,
+        description="name -> overrides of precision, training and memory, such as {precision.mode: fp16, training.lora_rank: 16}",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((1, 2, 3), min_length=1, description="training.seed of each round of variants")
+    warmup_steps: int = Field(5, ge=0, description="steps at the start of a run that are not measured")
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _dotted(cls, value: object) -> object:
+        # an override from the command line arrives as nested sections
+        return {name: _dotted(fields) for name, fields in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        for name in self.variants:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+                raise ValueError(f"variants: the name {name!r} is a folder's too; take letters, digits and . _ + - for it")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {list(self.seeds)} holds one twice, which would be the same run again")
+        return self
+
+
 class Params(Section):
     """Everything a run is told."""
 
@@ -236,6 +265,7 @@ class Params(Section):
     training: TrainingParams = TrainingParams()
     memory: MemoryParams = MemoryParams()
     evaluation: EvaluationParams = EvaluationParams()
+    comparison: ComparisonParams = ComparisonParams()
 
     @model_validator(mode="after")
     def _scorer_fits(self) -> Self:
@@ -302,11 +332,32 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RefusedInput(f"override {override!r}: the value is not valid YAML: {error}") from None
-    for section in sections:
+    _put(tree, (*sections, name), value, f"override {override!r}")
+
+
+def with_overrides(params: Params, overrides: Mapping[str, Any], origin: str) -> Params:
+    """Return `params` with values in place of those at dotted paths, checked as a whole; `origin` names them in a refusal."""
+    tree = params.model_dump(mode="json")
+    for path, value in overrides.items():
+        _put(tree, tuple(path.split(".")), value, f"{origin}.{path}")
+    return parse_params(tree, origin)
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, origin: str) -> None:
+    for section in path[:-1]:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise RefusedInput(f"override {override!r}: {section!r} is a value, not a section")
-    tree[name] = value
+            raise RefusedInput(f"{origin}: {section!r} is a value, not a section")
+    tree[path[-1]] = value
+
+
+def _dotted(tree: Any, prefix: str = "") -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        rows |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return rows
 
 
 def _fault(details: ErrorDetails) -> str:

@@ -37,6 +37,12 @@ class EvaluationRequest(Record):
     max_new_tokens: int = Field(ge=1)
 
 
+class EvaluationBatch(Record):
+    """Several of these, answered one after the other in one process."""
+
+    requests: tuple[EvaluationRequest, ...] = Field(min_length=1)
+
+
 class ScoredAnswer(Record):
     """A greedy completion of one problem."""
 
@@ -50,6 +56,9 @@ class ModelAnswers(Record):
     """All answers of one model, in the order of eval.parquet."""
 
     answers: tuple[ScoredAnswer, ...] = Field(min_length=1)
+    decode_time_ms: float | None = Field(
+        default=None, description="of a batch's answers over the tokens of its longest, prompts included; median, the first batch left out"
+    )
 
 
 def ask_program(module: str, request: Record, work_dir: Path, say: Callable[[str], None], timeout_seconds: float = math.inf) -> None:

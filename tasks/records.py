@@ -165,12 +165,14 @@ class Attempt(Record):
     reason: str
     resume_from: Path | None = Field(default=None, description="training state to go on from")
     resumption: int = Field(default=0, ge=0, description="how often this attempt was begun before in the same run")
+    variant: str = Field(default="", description="in a comparison: the variant it is a run of")
+    seed: int | None = Field(default=None, description="in a comparison: the seed it runs with")
 
     @property
     def name(self) -> str:
-        """Return the attempt's folder and MLflow run name, such as '1-baseline-bf16'."""
+        """Return the attempt's folder and MLflow run name, such as '1-baseline-bf16', or 'bf16-seed1' in a comparison."""
         again = f"-resumed-{self.resumption}" if self.resumption else ""
-        return f"{self.number}-{self.label}-{self.precision.label}{again}"
+        return (f"{self.variant}-seed{self.seed}" if self.variant else f"{self.number}-{self.label}-{self.precision.label}") + again
 
 
 class RuledOut(Record):
@@ -267,6 +269,7 @@ class Outcome(Record):
     weights_changed: bool | None = None
     checkpoint_dir: Path | None = None
     last_state_dir: Path | None = Field(default=None, description="the newest whole training state, for a resume")
+    process_seconds: float | None = Field(default=None, description="of the training process, from its start to its end")
     failure: Failure | None = None
     warnings: tuple[TrainingWarning, ...] = ()
 
@@ -328,6 +331,7 @@ class RunFolder(Record):
     run_dir: Path
     started_at: str
     flow_run_id: str | None
+    flow: str = Field(default="retrain", description="the flow it is a run of")
     source: SourceVersion
 
 

@@ -12,15 +12,16 @@ from tasks.run_folder import PARAMS_FILE, find_run
 
 def resolve_params(
     params: str,
-    precision: PrecisionMode | None,
-    max_steps: int | None,
-    learning_rate: float | None,
-    seed: int | None,
-    memory_budget_mb: float | None,
-    overrides: list[str] | None,
-    resume: str | None,
+    precision: PrecisionMode | None = None,
+    max_steps: int | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    memory_budget_mb: float | None = None,
+    overrides: list[str] | None = None,
+    resume: str | None = None,
+    flow: str = "retrain",
 ) -> Params:
-    """Return the params of a request; the flow's own parameters and `overrides` go through the same checks.
+    """Return the params of a request to a flow; the flow's own parameters and `overrides` go through the same checks.
 
     Raises:
         RefusedInput: the file or a value is refused, or `resume` comes with overrides.
@@ -38,7 +39,7 @@ def resolve_params(
         return load_params(Path(params) if Path(params).exists() else PROJECT_DIR / params, asked)
     if asked:
         raise RefusedInput(f"a resumed run keeps its own params; leave out {', '.join(asked)}, or start a new run without resume")
-    return load_params(find_run(resume).run_dir / PARAMS_FILE)
+    return load_params(find_run(resume, flow).run_dir / PARAMS_FILE)
 
 
 def check_engine(hardware: Hardware, params: Params) -> None:

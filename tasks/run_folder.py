@@ -20,6 +20,8 @@ from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
 from tasks.records import FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
 
 PARAMS_FILE = "params.yaml"
+# the record of a comparison, written at its end
+COMPARISON_FILE = "comparison.json"
 _HELD: list[RunFolder] = []
 _LOCKS = contextlib.ExitStack()
 
@@ -30,14 +32,19 @@ def open_run(params: Params, resume: str | None) -> RunFolder:
     now = datetime.now(UTC)
     flow_run_id = str(flow_run.id) if flow_run.id else None
     if resume is not None:
-        folder = find_run(resume).model_copy(update={"flow_run_id": flow_run_id})
+        folder = find_run(resume, flow_run.flow_name).model_copy(update={"flow_run_id": flow_run_id})
         hold(folder)
         get_run_logger().info("going on with run %s", folder.name)
         return folder
     # the name is a folder's and an entry's of the store, and people may call a flow run anything
     name = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', flow_run.name or 'run').strip('-')}"
     folder = RunFolder(
-        name=name, run_dir=RUNS_DIR / name, started_at=now.isoformat(timespec="seconds"), flow_run_id=flow_run_id, source=source_version()
+        name=name,
+        run_dir=RUNS_DIR / name,
+        started_at=now.isoformat(timespec="seconds"),
+        flow_run_id=flow_run_id,
+        flow=flow_run.flow_name,
+        source=source_version(),
     )
     folder.run_dir.mkdir(parents=True)
     hold(folder)
@@ -66,20 +73,23 @@ def held_run() -> RunFolder | None:
     return _HELD[-1] if _HELD else None
 
 
-def find_run(name: str) -> RunFolder:
-    """Return the folder of an earlier run by its name.
+def find_run(name: str, flow: str) -> RunFolder:
+    """Return the folder of an earlier run of a flow by its name.
 
     Raises:
-        RefusedInput: there is no such run, or it has already come to its end.
+        RefusedInput: there is no such run, it is another flow's, or it has already come to its end.
     """
     run_dir = RUNS_DIR / Path(name).name
     if not (run_dir / "run_folder.json").is_file():
         known = sorted(path.parent.name for path in RUNS_DIR.glob("*/run_folder.json"))[-5:]
         raise RefusedInput(f"--resume {name}: there is no such run in runs/; the newest are {', '.join(known) or 'none'}")
+    folder = read_record(run_dir / "run_folder.json", RunFolder)
+    if folder.flow != flow:
+        raise RefusedInput(f"--resume {name}: a run of another flow; go on with python -m flows.{folder.flow} --resume {name}")
     ended = run_dir / "run.json"
-    if ended.is_file() and read_record(ended, RunRecord).status == "succeeded":
+    if (run_dir / COMPARISON_FILE).is_file() or (ended.is_file() and read_record(ended, RunRecord).status == "succeeded"):
         raise RefusedInput(f"--resume {name}: that run succeeded; see runs/{run_dir.name}/summary.txt, or start a new one")
-    return read_record(run_dir / "run_folder.json", RunFolder)
+    return folder
 
 
 def earlier_attempts(folder: RunFolder) -> tuple[FinishedAttempt, ...]:

@@ -1,5 +1,6 @@
 """Run one attempt of the plan as a child process and log it to MLflow while it runs."""
 
+import time
 from collections.abc import Callable
 
 from prefect import task
@@ -79,7 +80,7 @@ def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Calla
     progress = TrainingProgress(job.attempt_dir, state_step(job.attempt.resume_from), int(job.params["training"]["max_steps"]), say)
     for note in command.notes:
         say(note)
-    kills_before = cgroup_oom_kills()
+    kills_before, started = cgroup_oom_kills(), time.monotonic()
 
     def watch() -> None:
         progress.update()
@@ -87,8 +88,10 @@ def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Calla
 
     log_path = job.attempt_dir / "train.log"
     ended = run_program(command.module, command.arguments, log_path, environment=command.environment, on_tick=watch)
+    seconds = time.monotonic() - started
     progress.update(final=True)
-    return engine.outcome(job, ended, hardware, cgroup_oom_kills() - kills_before)
+    outcome = engine.outcome(job, ended, hardware, cgroup_oom_kills() - kills_before)
+    return outcome.model_copy(update={"process_seconds": seconds})
 
 
 def failure_of(finished: tuple[FinishedAttempt, ...], what_fits: str = "") -> HalfstepError:

@@ -1,4 +1,4 @@
-"""Run the retrain flow as a person would, and read what it left."""
+"""Run a flow as a person would, and read what it left."""
 
 import re
 import subprocess
@@ -9,8 +9,10 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from tasks.comparison_measures import ComparisonRecord
 from tasks.files import read_record
 from tasks.records import RunRecord
+from tasks.run_folder import COMPARISON_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 # the README's budget for params/smoke.yaml: the baseline does not fit, the retry does
@@ -54,6 +56,11 @@ class FlowRun:
         return read_record(self.run_dir / "run.json", RunRecord)
 
     @property
+    def comparison(self) -> ComparisonRecord:
+        """The record of a comparison."""
+        return read_record(self.run_dir / COMPARISON_FILE, ComparisonRecord)
+
+    @property
     def client(self) -> MlflowClient:
         """A client of the run's MLflow store."""
         return MlflowClient(f"sqlite:///{self.home / 'state' / 'mlflow.db'}")
@@ -69,10 +76,10 @@ class FlowRun:
         return sorted(found, key=lambda run: run.info.start_time)
 
 
-def run_flow(environment: dict[str, str], *arguments: str, timeout: float = 1800) -> FlowRun:
-    """Run ``python -m flows.retrain`` to its end."""
+def run_flow(environment: dict[str, str], *arguments: str, flow: str = "retrain", timeout: float = 1800) -> FlowRun:
+    """Run ``python -m flows.<flow>`` to its end."""
     done = subprocess.run(
-        [sys.executable, "-m", "flows.retrain", *arguments],
+        [sys.executable, "-m", f"flows.{flow}", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -10,7 +10,7 @@ from tasks.errors import HalfstepError
 from tasks.evaluation import accuracy, compare, evaluate, spread
 from tasks.files import read_record
 from tasks.params import Params
-from tasks.program_request import REQUEST_FILE, EvaluationRequest, ModelAnswers, ScoredAnswer
+from tasks.program_request import REQUEST_FILE, EvaluationBatch, ModelAnswers, ScoredAnswer
 from tasks.records import (
     ArtifactVersion,
     Attempt,
@@ -116,7 +116,7 @@ def test_base_answers_are_kept_and_used_again(
             found = evaluate.fn(setting, PARAMS, done, version(scratch_model_dir, "0.dir"))
         assert found.base.num_problems == 12 and found.p_value == 1.0 and found.base == found.tuned
         assert (tmp_path / name / "evaluation" / "base" / REQUEST_FILE).is_file() == base_is_run
-    request = read_record(tmp_path / "first" / "evaluation" / "tuned" / REQUEST_FILE, EvaluationRequest)
+    (request,) = read_record(tmp_path / "first" / "evaluation" / "tuned" / REQUEST_FILE, EvaluationBatch).requests
     assert request.precision == BF16 and request.max_new_tokens == 4
 
 
@@ -130,7 +130,7 @@ def test_kept_answers_stand_for_everything_they_depend_on(tmp_path: Path) -> Non
     other = setting.model_copy(update={"base_model": version(tmp_path / "model", "2.dir")})
 
     def kept(setting: RunSetting, params: Params, done: FinishedAttempt) -> Path | None:
-        return evaluation._kept_path(setting, evaluation._request(setting, params, done, setting.base_model.path, tmp_path))
+        return evaluation.kept_path(setting, evaluation.evaluation_request(setting, params, done, setting.base_model.path, tmp_path))
 
     first = kept(setting, PARAMS, done)
     assert first is not None and first == kept(moved, PARAMS, done)

@@ -1,21 +1,34 @@
-"""Answer every held-out problem greedily with one model and score the answers.
+"""Answer every held-out problem greedily with one model after the other and score the answers.
 
-Launch: ``python -m tasks.programs.evaluate REQUEST.json`` (an EvaluationRequest). Reads eval.parquet and the model's folder,
-writes ModelAnswers to its `out_file` and ``result.json`` beside the request. As in training's rollout, the weights are cast to
-the 16-bit dtype (here autocast stays on as well); their dtype is observed and a difference from what was asked is an error.
+Launch: ``python -m tasks.programs.evaluate REQUEST.json`` (an EvaluationBatch). For each request reads eval.parquet and the
+model's folder and writes ModelAnswers to its `out_file`; at the end ``result.json`` beside the request. As in training's rollout,
+the weights are cast to the 16-bit dtype (here autocast stays on as well); their dtype is observed and a difference from what was
+asked is an error.
 """
+
+import gc
+import statistics
+import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.files import write_record
-from tasks.program_request import PROGRESS_PREFIX, EvaluationRequest, ModelAnswers, ScoredAnswer
+from tasks.program_request import PROGRESS_PREFIX, EvaluationBatch, EvaluationRequest, ModelAnswers, ScoredAnswer
 from tasks.programs import lifecycle
 from tasks.programs.device_memory import detect_device_type
 from tasks.programs.half_precision import fast_half_matmul, read_head_once
 from tasks.programs.observation import PrecisionMismatch, PrecisionObserver
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.programs.rewards import load_scorer
+
+
+def answer_batch(batch: EvaluationBatch) -> None:
+    """Answer each request; the memory of one model is free before the next is loaded."""
+    for request in batch.requests:
+        answer_all(request)
+        # modules lie in reference cycles
+        gc.collect()
 
 
 def answer_all(request: EvaluationRequest) -> None:
@@ -38,10 +51,14 @@ def answer_all(request: EvaluationRequest) -> None:
     observer.attach(model)
     read_head_once(model)
     completions: list[list[int]] = []
+    times: list[float] = []
     with fast_half_matmul(device_type, dtype):
         for start in range(0, len(problems), request.batch_size):
             prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
-            completions += complete(model, tokenizer, prompts, request)
+            started = time.perf_counter()
+            answered = complete(model, tokenizer, prompts, request)
+            times.append(1000 * (time.perf_counter() - started) / max(map(len, answered)))
+            completions += answered
             print(f"{PROGRESS_PREFIX}answered {len(completions)} of {len(problems)} held-out problems", flush=True)
     seen = observer.result(model, scaler_live=False).rollout
     if seen != (dtype,):
@@ -51,7 +68,7 @@ def answer_all(request: EvaluationRequest) -> None:
         ScoredAnswer(question=problem.question, expected=problem.answer, completion=text, score=score)
         for problem, text, score in zip(problems, texts, scorer(texts, problems), strict=True)
     )
-    write_record(request.out_file, ModelAnswers(answers=answers))
+    write_record(request.out_file, ModelAnswers(answers=answers, decode_time_ms=statistics.median(times[1:] or times)))
 
 
 def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], request: EvaluationRequest) -> list[list[int]]:
@@ -73,4 +90,4 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts
 
 
 if __name__ == "__main__":
-    raise SystemExit(lifecycle.main(EvaluationRequest, answer_all, __doc__))
+    raise SystemExit(lifecycle.main(EvaluationBatch, answer_batch, __doc__))

@@ -60,8 +60,11 @@ def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
         inherited = client.get_run(parent.run_id).data.tags
         same = {"mlflow.parentRunId": parent.run_id, "mlflow.runName": attempt.name}
         tags = {FLOW_RUN_TAG: inherited.get(FLOW_RUN_TAG), "attempt.reason": attempt.reason}
+        if attempt.variant:
+            tags |= {"variant": attempt.variant, "seed": str(attempt.seed), "comparison": inherited["mlflow.runName"]}
         run_id = _open(client, parent.experiment_id, attempt.name, same, tags)
-        shown = attempt.model_dump(mode="json", exclude={"reason", "prediction", "effects"})
+        left_out = {"reason", "prediction", "effects"} | ({"variant", "seed"} if not attempt.variant else set())
+        shown = attempt.model_dump(mode="json", exclude=left_out)
         log_params(client, run_id, {**flatten(shown), "precision": attempt.precision.label})
         if attempt.prediction is not None and attempt.prediction.available_bytes is not None:
             sizes = {"predicted_peak_mb": attempt.prediction.peak_bytes, "available_memory_mb": attempt.prediction.available_bytes}
@@ -142,7 +145,7 @@ def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, f
         client.log_text(run.run_id, record.model_dump_json(indent=2), "run.json")
         if record.evaluation:
             metrics |= _evaluation_metrics(record.evaluation)
-            _log_samples(client, run.run_id, record.evaluation)
+            log_rows(client, run.run_id, [sample.model_dump() for sample in record.evaluation.samples], "samples.json")
         log_values(client, run.run_id, tags, metrics)
         client.set_terminated(run.run_id, RUN_STATUS.get(record.status, "FAILED"))
 
@@ -187,8 +190,8 @@ def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     return rows
 
 
-def _log_samples(client: MlflowClient, run_id: str, evaluation: Evaluation) -> None:
-    rows = [sample.model_dump() for sample in evaluation.samples]
+def log_rows(client: MlflowClient, run_id: str, rows: Sequence[Mapping[str, object]], file: str) -> None:
+    """Log a table whose rows have the same columns, once."""
     # log_table appends: a repeated close must not double the rows
-    if rows and not any(item.path == "samples.json" for item in client.list_artifacts(run_id)):
-        client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, "samples.json")
+    if rows and not any(item.path == file for item in client.list_artifacts(run_id)):
+        client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, file)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tasks.errors import ScorerFailed
 from tasks.files import read_record
 from tasks.params import RewardParams
-from tasks.program_request import EvaluationRequest, ModelAnswers, ask_program
+from tasks.program_request import EvaluationBatch, EvaluationRequest, ModelAnswers, ask_program
 from tasks.programs.evaluate import answer_all, complete
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.records import Precision
@@ -36,11 +36,12 @@ def test_every_held_out_problem_is_answered_in_the_precision_asked(
 ) -> None:
     said: list[str] = []
     asked = request(scratch_model_dir, byte_dataset_dir, dtype, out_file=tmp_path / "answers.json")
-    ask_program("tasks.programs.evaluate", asked, tmp_path, said.append)
+    ask_program("tasks.programs.evaluate", EvaluationBatch(requests=(asked,)), tmp_path, said.append)
     found = read_record(asked.out_file, ModelAnswers)
     problems = read_problems(byte_dataset_dir / EVAL_FILE)
     assert [answer.question for answer in found.answers] == [problem.question for problem in problems]
     assert all(0 <= answer.score <= 1 and len(answer.completion) <= 6 for answer in found.answers)
+    assert found.decode_time_ms is not None and found.decode_time_ms > 0
     assert said == [f"answered {count} of 12 held-out problems" for count in (5, 10, 12)]
 
 

@@ -1,0 +1,56 @@
+"""The compare flow: the same work in each variant and seed, each run in a process of its own -> evaluation -> one verdict.
+
+Launch: ``python -m flows.compare [--params FILE] [--variants A,B] [--seeds N] [key=value ...]``, or
+``prefect deployment run 'compare/on-demand'``.
+"""
+
+from prefect import flow
+
+from tasks.artifacts import fetch_base_model, prepare_dataset
+from tasks.command_line import COMPARE, main
+from tasks.comparison import decide_order, next_run, resolve_comparison, variant_params
+from tasks.comparison_log import conclude_comparison
+from tasks.comparison_measures import ComparisonRecord, measure
+from tasks.hardware import detect_hardware
+from tasks.prediction import predict_peak
+from tasks.records import RunSetting
+from tasks.run_folder import earlier_attempts, open_run
+from tasks.run_log import close_as_failed, close_as_killed, record_inputs, start_tracking
+from tasks.training import train
+
+
+@flow(name="compare", on_failure=[close_as_failed], on_crashed=[close_as_killed], on_cancellation=[close_as_killed])
+def compare(
+    params: str = "params/compare.yaml",
+    variants: list[str] | None = None,
+    seeds: int | None = None,
+    overrides: list[str] | None = None,
+    resume: str | None = None,
+) -> ComparisonRecord:
+    """Compare precision variants on the same work and give one verdict.
+
+    Args:
+        params: params file, from the project's root
+        variants: names out of comparison.variants; all of them when left out
+        seeds: how many rounds, counted on from the first of comparison.seeds
+        overrides: further key=value overrides, such as training.max_steps=205
+        resume: name of an interrupted comparison to go on with; then all else is left out
+    """
+    resolved = resolve_comparison(params, variants, seeds, overrides, resume)
+    run = open_run(resolved, resume)
+    hardware = detect_hardware(run.run_dir)
+    plan = decide_order(hardware, resolved)
+    tracked = start_tracking(run, resolved, hardware, plan)
+    base_model = fetch_base_model(resolved, run.run_dir)
+    dataset = prepare_dataset(resolved, base_model, run.run_dir)
+    setting = RunSetting(run=run, tracked=tracked, hardware=hardware, plan=plan, base_model=base_model, dataset=dataset)
+    record_inputs(setting, resolved)
+    finished = earlier_attempts(run)
+    while attempt := next_run(plan, finished):
+        own = variant_params(resolved, attempt.variant, attempt.seed)
+        finished = (*finished, train(predict_peak(attempt, setting, own), setting, own))
+    return conclude_comparison(setting, resolved, finished, measure(setting, resolved, finished))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(compare, command=COMPARE))

@@ -1,0 +1,129 @@
+"""Plan a comparison: which variant runs when, with which seed, and what is left to run. Pure, but for the task that logs it."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from tasks.errors import RefusedInput
+from tasks.params import ComparisonParams, Params, with_overrides
+from tasks.precision import plan_precision
+from tasks.records import Attempt, FinishedAttempt, Hardware, PrecisionPlan, RuledOut
+from tasks.request import check_engine, resolve_params
+
+# what a variant may set; all else is the work, which is the same for all
+COMPARED_SECTIONS = ("precision", "training", "memory")
+SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "effective_batch_size")
+
+
+def resolve_comparison(
+    params: str,
+    variants: list[str] | None = None,
+    seeds: int | None = None,
+    overrides: list[str] | None = None,
+    resume: str | None = None,
+) -> Params:
+    """Return the params of a comparison of `variants` (names; None: all) with so many `seeds`, every variant checked.
+
+    Raises:
+        RefusedInput: names the variant and the field at fault.
+    """
+    resolved = resolve_params(params, overrides=overrides, resume=resume, flow="compare")
+    asked = resolved.comparison
+    if resume is not None and (variants or seeds):
+        raise RefusedInput("a resumed comparison keeps its own variants and seeds; leave out --variants and --seeds")
+    if unknown := [name for name in variants or () if name not in asked.variants]:
+        raise RefusedInput(
+            f"--variants {','.join(variants or ())}: {unknown[0]!r} is none of comparison.variants ({', '.join(asked.variants)})"
+        )
+    if seeds is not None and seeds < 1:
+        raise RefusedInput(f"--seeds {seeds}: take 1 or more, the number of rounds")
+    chosen = {name: asked.variants[name] for name in variants or asked.variants}
+    rounds = asked.seeds if seeds is None else tuple(asked.seeds[0] + turn for turn in range(seeds))
+    resolved = with_overrides(resolved, {"comparison.variants": chosen, "comparison.seeds": list(rounds)}, params)
+    if asked.warmup_steps >= resolved.training.max_steps:
+        found = f"leaves none of training.max_steps {resolved.training.max_steps} to measure"
+        raise RefusedInput(f"comparison.warmup_steps {asked.warmup_steps} {found}; lower it, or train for more steps")
+    for name in chosen:
+        variant_params(resolved, name, rounds[0])
+    return resolved
+
+
+def variant_params(params: Params, variant: str, seed: int | None) -> Params:
+    """Return the params of one run: one attempt without a retry, on the same work as every other.
+
+    Raises:
+        RefusedInput: the variant's overrides are refused, or change the work.
+    """
+    origin, overrides = f"comparison.variants.{variant}", params.comparison.variants[variant]
+    if other := [path for path in overrides if path.split(".")[0] not in COMPARED_SECTIONS]:
+        allowed = ", ".join(COMPARED_SECTIONS)
+        raise RefusedInput(f"{origin}.{other[0]}: all variants do the same work, so that a variant sets fields of {allowed} only")
+    whole = {"training.seed": seed, "training.save_steps": params.training.max_steps, "precision.on_divergence": "stop"}
+    common = with_overrides(params, {**whole, "memory.retries": []}, origin)
+    own = with_overrides(common, overrides, origin)
+    for field in SAME_WORK:
+        asked, found = getattr(common.training, field), getattr(own.training, field)
+        if asked != found:
+            raise RefusedInput(f"{origin}: training.{field} {asked} -> {found} changes the work, which is the same for all variants")
+    return own
+
+
+@task(cache_policy=NO_CACHE)
+def decide_order(hardware: Hardware, params: Params) -> PrecisionPlan:
+    """Plan the runs and log the order and what is refused."""
+    plan = plan_comparison(hardware, params)
+    logger = get_run_logger()
+    logger.info("%s: %s", plan.reason, ", ".join(attempt.name for attempt in plan.attempts))
+    for refused in plan.ruled_out:
+        logger.warning("variant %s is refused: %s", refused.precision, refused.reason)
+    return plan
+
+
+def plan_comparison(hardware: Hardware, params: Params) -> PrecisionPlan:
+    """Return all runs in their order, round by round: round i begins with variant i. What this hardware refuses is ruled out.
+
+    Raises:
+        RefusedInput: no variant can run here.
+    """
+    names, seeds = list(params.comparison.variants), params.comparison.seeds
+    first: dict[str, Attempt] = {}
+    refused: list[RuledOut] = []
+    for name in names:
+        own = variant_params(params, name, seeds[0])
+        try:
+            check_engine(hardware, own)
+            first[name] = plan_precision(hardware, own).attempts[0]
+        except RefusedInput as error:
+            refused.append(RuledOut(precision=name, reason=str(error)))
+    if not first:
+        raise RefusedInput("no variant can run here\n" + "\n".join(f"  {item.precision}: {item.reason}" for item in refused))
+    attempts = tuple(
+        first[name].model_copy(update={"number": number, "variant": name, "seed": seed})
+        for number, (name, seed) in enumerate(run_order(params.comparison), 1)
+        if name in first
+    )
+    reason = (
+        f"{len(names)} variants with {len(seeds)} seed(s), each run in a process of its own; "
+        "every round begins with the next variant, so that a noisy machine favours none"
+    )
+    return PrecisionPlan(attempts=attempts, reason=reason, ruled_out=tuple(refused), device_type=hardware.device_type)
+
+
+def run_order(asked: ComparisonParams) -> list[tuple[str, int]]:
+    """Return variant and seed of every run, a round of all variants for each seed; round i begins with variant i, counted round."""
+    names = list(asked.variants)
+    return [(names[(turn + place) % len(names)], seed) for turn, seed in enumerate(asked.seeds) for place in range(len(names))]
+
+
+def next_run(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...]) -> Attempt | None:
+    """Return the run to make next: the first that has not ended, in a fresh folder if it was interrupted; None when all have."""
+    for attempt in plan.attempts:
+        starts = [done for done in finished if (done.attempt.variant, done.attempt.seed) == (attempt.variant, attempt.seed)]
+        if not starts or (starts[-1].in_earlier_start and starts[-1].outcome.status == "cancelled"):
+            return attempt.model_copy(update={"resumption": len(starts)})
+    return None
+
+
+def last_starts(finished: tuple[FinishedAttempt, ...]) -> tuple[FinishedAttempt, ...]:
+    """Return what counts of each run: its last start."""
+    return tuple({(done.attempt.variant, done.attempt.seed): done for done in finished}.values())

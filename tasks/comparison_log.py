@@ -1,0 +1,101 @@
+"""A comparison as the run folder, MLflow and Prefect keep it."""
+
+import shutil
+import time
+from importlib.metadata import version
+
+import psutil
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from tasks.attempt_log import deliver
+from tasks.comparison import last_starts
+from tasks.comparison_measures import ComparisonRecord, Measured, variant_means
+from tasks.comparison_report import figures, page, report_text, shown, with_images
+from tasks.errors import AttemptFailed, HalfstepError
+from tasks.files import write_aside, write_record
+from tasks.params import Params
+from tasks.records import FinishedAttempt, RunSetting
+from tasks.run_folder import COMPARISON_FILE
+from tasks.run_log import NETWORK_RETRIES
+from tasks.tracking.comparisons import log_comparison
+
+LIBRARIES = ("torch", "transformers", "trl", "accelerate")
+SUMMARY_MEASURES = {"reward": "reward", "accuracy": "accuracy", "step_time_ms": "ms a step", "peak_memory_mb": "MB at the peak"}
+
+
+@task(cache_policy=NO_CACHE, retries=NETWORK_RETRIES, retry_delay_seconds=5)
+def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...], measured: Measured) -> ComparisonRecord:
+    """Write and log the report of a comparison; the checkpoints are not kept beyond it.
+
+    Raises:
+        HalfstepError: MLflow is away; the comparison can be gone on with, which logs it.
+        AttemptFailed: no run succeeded, so that there was nothing to compare.
+    """
+    seconds = sum(done.outcome.process_seconds or 0.0 for done in finished)
+    interrupted = any(done.in_earlier_start for done in finished)
+    record = ComparisonRecord(
+        run_name=setting.run.name,
+        started_at=setting.run.started_at,
+        hardware=setting.hardware,
+        plan=setting.plan,
+        params=params.model_dump(mode="json"),
+        dataset=setting.dataset,
+        base_model=setting.base_model,
+        attempts=last_starts(finished),
+        measured=measured,
+        wall_seconds=None if interrupted else time.time() - psutil.Process().create_time(),
+        training_seconds=seconds,
+        versions={name: version(name) for name in LIBRARIES},
+        source=setting.run.source,
+        tracking_uri=setting.tracked.tracking_uri,
+        tracking_run_id=setting.tracked.run_id,
+    )
+    run_dir, drawn = setting.run.run_dir, figures(record)
+    text = report_text(record, drawn)
+    write_aside(run_dir / "report.md", text)
+    for name, svg in drawn.items():
+        write_aside(run_dir / "curves" / f"{name}.svg", svg)
+    write_aside(run_dir / "report.html", page(text, drawn, record.run_name))
+    write_aside(run_dir / "summary.txt", summary_text(record) + "\n")
+    try:
+        for done in finished:
+            deliver(setting.tracked, done, get_run_logger().warning)
+        log_comparison(setting.tracked, record, drawn, tuple(run_dir / name for name in ("report.html", "report.md", "summary.txt")))
+    except HalfstepError as error:
+        later = f"python -m flows.compare --resume {record.run_name}"
+        raise HalfstepError(
+            f"{error}\nThe comparison itself is done, see runs/{record.run_name}/report.html; log it with: {later}"
+        ) from error
+    # last: a comparison without it can be resumed
+    write_record(run_dir / COMPARISON_FILE, record)
+    create_markdown_artifact(with_images(text, drawn), key="comparison", description=f"Comparison {record.run_name}")
+    for done in finished:
+        for name in ("states", "checkpoint"):
+            shutil.rmtree(done.attempt_dir / name, ignore_errors=True)
+    if not variant_means(measured.runs) or all(run.status != "succeeded" for run in measured.runs):
+        raise AttemptFailed(f"no run of the comparison succeeded; what happened to each: runs/{record.run_name}/report.html")
+    return record
+
+
+def summary_text(record: ComparisonRecord) -> str:
+    """Return the end of a comparison in a dozen lines: verdict, figures, what failed, times, where it is."""
+    runs = record.measured.runs
+    num_succeeded = sum(run.status == "succeeded" for run in runs)
+    lines = [f"halfstep comparison {record.run_name}: {num_succeeded} of {len(runs)} runs succeeded"]
+    lines += [f"  verdict     {sentence}" for sentence in record.measured.verdict.sentences]
+    for variant, its in variant_means(runs).items():
+        parts = [f"{label} {shown(its[name])}" for name, label in SUMMARY_MEASURES.items() if name in its]
+        lines.append(f"  {variant:<11} {', '.join(parts) or 'no run succeeded'}")
+    lines += [
+        f"  {'not' if run.status != 'succeeded' else 'warning':<11} {run.variant}, seed {run.seed}: {run.what_happened[:300]}"
+        for run in runs
+        if run.what_happened
+    ]
+    wall = f"{record.wall_seconds:,.0f} s" if record.wall_seconds else "not known (interrupted)"
+    ratio = f", {record.wall_seconds / record.training_seconds:.2f} times" if record.wall_seconds and record.training_seconds else ""
+    lines.append(f"  time        {wall}{ratio}; the training processes took {record.training_seconds:,.0f} s")
+    lines.append(f"  look at     runs/{record.run_name}/report.html, and make ui, run {record.tracking_run_id}")
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""The plan of a comparison: what is refused before any work starts, the order of the runs, and what is left to run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.comparison import last_starts, next_run, plan_comparison, resolve_comparison, run_order, variant_params
+from tasks.errors import RefusedInput
+from tasks.params import ComparisonParams, Params
+from tasks.records import Attempt, FinishedAttempt, Outcome, Status
+from tasks.verdict import MIN_STEPS
+from tests.machines import hardware_of
+
+FILE = "params/compare.yaml"
+
+
+def params_with(**variants: dict[str, Any]) -> Params:
+    return Params.model_validate({"comparison": {"variants": variants, "seeds": [1, 2]}})
+
+
+def ended(attempt: Attempt, status: Status, *, earlier: bool = False) -> FinishedAttempt:
+    return FinishedAttempt(attempt=attempt, outcome=Outcome(status=status), attempt_dir=Path(attempt.name), in_earlier_start=earlier)
+
+
+def test_each_round_begins_with_the_next_variant_and_holds_all_of_them() -> None:
+    asked = ComparisonParams(variants={"a": {}, "b": {}, "c": {}}, seeds=(7, 8, 9, 10))
+    rounds = {7: "abc", 8: "bca", 9: "cab", 10: "abc"}
+    assert run_order(asked) == [(name, seed) for seed, names in rounds.items() for name in names]
+
+
+def test_all_runs_of_a_comparison_do_the_same_work() -> None:
+    resolved = resolve_comparison(FILE)
+    runs = [variant_params(resolved, name, 2) for name in resolved.comparison.variants]
+    assert [run.precision.mode for run in runs] == ["bf16", "fp16", "fp32"]
+    assert runs[0].training == runs[1].training == runs[2].training and runs[0].training.seed == 2
+    assert all(run.memory.retries == () and run.precision.on_divergence == "stop" for run in runs)
+
+
+def test_variants_and_rounds_are_picked_by_name_and_number() -> None:
+    resolved = resolve_comparison(FILE, variants=["fp32", "bf16"], seeds=2)
+    assert (list(resolved.comparison.variants), resolved.comparison.seeds) == (["fp32", "bf16"], (1, 2))
+
+
+def test_a_variant_of_ones_own_is_any_setting() -> None:
+    own = ["comparison.variants.head={precision.mode: bf16, precision.lm_head_fp32: true}", "comparison.variants.lora.training.lora_rank=8"]
+    resolved = resolve_comparison(FILE, variants=["head", "lora"], overrides=own)
+    assert variant_params(resolved, "head", 1).precision.lm_head_fp32
+    assert variant_params(resolved, "lora", 1).training.lora_rank == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"variants": ["bf61"]}, "'bf61' is none of comparison.variants"),
+        ({"seeds": 0}, "--seeds 0"),
+        ({"overrides": ["training.max_steps=5"]}, "warmup_steps 5 leaves none of training.max_steps 5"),
+        ({"overrides": ["comparison.variants.x={training.max_steps: 9}"]}, "training.max_steps 105 -> 9 changes the work"),
+        ({"overrides": ["comparison.variants.x={training.per_device_train_batch_size: 8}"]}, "training.effective_batch_size"),
+        ({"overrides": ["comparison.variants.x={dataset.seed: 4}"]}, "x.dataset.seed: all variants do the same work"),
+        ({"overrides": ["comparison.variants.x={precision.mod: fp16}"]}, "precision.mod: unknown key; did you mean precision.mode?"),
+        ({"overrides": ["comparison.variants.../x={precision.mode: fp16}"]}, "comparison.variants"),
+        ({"overrides": ["comparison.variants={'../x': {precision.mode: fp16}}"]}, "'../x' is a folder's too"),
+        ({"overrides": ["comparison.seeds=[1, 1]"]}, "holds one twice"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedInput) as refused:
+        resolve_comparison(FILE, **asked)
+    assert message in str(refused.value)
+
+
+def test_what_the_hardware_refuses_is_ruled_out_and_the_rest_is_run() -> None:
+    plan = plan_comparison(hardware_of("tesla_k80"), params_with(bf16={"precision.mode": "bf16"}, fp32={"precision.mode": "fp32"}))
+    assert [(run.name, run.number) for run in plan.attempts] == [("fp32-seed1", 2), ("fp32-seed2", 3)]
+    (refused,) = plan.ruled_out
+    assert refused.precision == "bf16" and "bf16" in refused.reason
+
+
+def test_a_machine_that_refuses_all_is_one_message() -> None:
+    with pytest.raises(RefusedInput, match="no variant can run here"):
+        plan_comparison(hardware_of("tesla_k80"), params_with(bf16={"precision.mode": "bf16"}))
+
+
+def test_a_run_that_failed_is_not_made_again_and_one_that_was_cut_off_is() -> None:
+    plan = plan_comparison(hardware_of("h100_x8"), params_with(a={"precision.mode": "bf16"}, b={"precision.mode": "fp16"}))
+    first, second, third, _ = plan.attempts
+    assert next_run(plan, ()) == first
+    done = (ended(first, "out_of_memory", earlier=True), ended(second, "cancelled", earlier=True))
+    again = next_run(plan, done)
+    assert again is not None and (again.name, again.resume_from) == ("b-seed1-resumed-1", None)
+    # one that is stopped in this start is not begun again by itself
+    assert next_run(plan, (*done, ended(again, "cancelled"))) == third
+    whole = (*done, ended(again, "succeeded"))
+    assert [it.outcome.status for it in last_starts(whole)] == ["out_of_memory", "succeeded"]
+
+
+@pytest.mark.parametrize(
+    ("file", "machine", "num_runs"),
+    [("compare", "cpu_epyc_9r14", 9), ("compare-smollm2", "cpu_epyc_9r14", 9), ("compare-article", "a100_80gb_pcie", 6)],
+)
+def test_the_comparisons_that_come_with_the_project_are_long_enough_for_a_verdict(file: str, machine: str, num_runs: int) -> None:
+    resolved = resolve_comparison(f"params/{file}.yaml")
+    plan = plan_comparison(hardware_of(machine), resolved)
+    assert (len(plan.attempts), plan.ruled_out) == (num_runs, ())
+    assert resolved.training.max_steps - resolved.comparison.warmup_steps >= MIN_STEPS
