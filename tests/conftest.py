@@ -1,5 +1,6 @@
 """Base models and a dataset that many tests share; nothing here imports torch."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from tasks.params import SmolLM2Params
 from tasks.places import PROJECT_DIR
 from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, DatasetRequest, base_model_spec
 from tests.builds import BYTE_PROMPTS, SCRATCH, build
+
+# a suite that is started in the background of a script ignores SIGINT, and so would all its children, which tests end with it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
