@@ -29,6 +29,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_bool_for_a_number(cls, data: object) -> object:
+        # YAML 1.1 reads an unquoted off as false
+        if isinstance(data, dict) and data.get("preflight") is False:
+            data = {**data, "preflight": "off"}
         # Python counts true as 1
         for name, field in cls.model_fields.items():
             if isinstance(data, dict) and isinstance(data.get(name), bool) and bool not in _members(field.annotation):

@@ -104,3 +104,7 @@ def test_groups_must_be_whole_over_all_processes_together() -> None:
     assert (params.training.effective_batch_size, params.training.total_batch_size) == (4, 8)
     with pytest.raises(RefusedInput, match="x num_processes = 8 is no multiple of num_generations = 6"):
         parse_params({"training": {**training, "num_generations": 6}, "memory": {"retries": []}}, "broken")
+
+
+def test_preflight_off_needs_no_quotes() -> None:
+    assert load_params(PROJECT_DIR / "params" / "retrain.yaml", ("memory.preflight=off",)).memory.preflight == "off"
