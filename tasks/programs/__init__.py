@@ -5,6 +5,7 @@ What follows is read by those libraries when they are imported, so it is set bef
 
 import logging
 import os
+import sys
 
 # nothing is ever asked of a model hub, and no bar fills a log
 os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"}
@@ -15,3 +16,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 # it warns at every import that a package for products in 4 bits is absent, which nothing here computes
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# trl imports it because it is installed, which takes a tenth of a program's start; no program logs to it
+if any(argument.startswith("tasks.programs.") for argument in sys.orig_argv):
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
