@@ -4,6 +4,8 @@ Launch: ``python -m flows.compare [--params FILE] [--variants A,B] [--seeds N] [
 ``prefect deployment run 'compare/on-demand'``.
 """
 
+import shutil
+
 from prefect import flow
 
 from tasks.artifacts import fetch_base_model, prepare_dataset
@@ -11,6 +13,7 @@ from tasks.command_line import COMPARE, main
 from tasks.comparison import decide_order, next_run, resolve_comparison, variant_params
 from tasks.comparison_log import conclude_comparison
 from tasks.comparison_measures import ComparisonRecord, measure
+from tasks.errors import AttemptFailed
 from tasks.hardware import detect_hardware
 from tasks.prediction import predict_peak
 from tasks.records import RunSetting
@@ -48,8 +51,14 @@ def compare(
     finished = earlier_attempts(run)
     while attempt := next_run(plan, finished):
         own = variant_params(resolved, attempt.variant, attempt.seed)
-        finished = (*finished, train(predict_peak(attempt, setting, own), setting, own))
-    return conclude_comparison(setting, resolved, finished, measure(setting, resolved, finished))
+        done = train(predict_peak(attempt, setting, own), setting, own)
+        # of no use to a comparison: a run that is cut off is made again
+        shutil.rmtree(done.attempt_dir / "states", ignore_errors=True)
+        finished = (*finished, done)
+    record = conclude_comparison(setting, resolved, finished, measure(setting, resolved, finished))
+    if all(run.status != "succeeded" for run in record.measured.runs):
+        raise AttemptFailed(f"no run of the comparison succeeded; what happened to each: runs/{record.run_name}/report.html")
+    return record
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from prefect.logging import disable_run_logger
 
 from tasks.attempt_files import state_step
-from tasks.comparison import plan_comparison, resolve_comparison
+from tasks.comparison import plan_comparison, predicted_comparison, resolve_comparison
 from tasks.comparison_measures import ComparisonRecord
 from tasks.errors import HalfstepError, RefusedInput
 from tasks.hardware import detect_hardware
@@ -46,6 +46,7 @@ class Command(NamedTuple):
     default_params: str
     resolve: Callable[..., Params]
     plan: Callable[[Hardware, Params], PrecisionPlan]
+    predict: Callable[[PrecisionPlan, Hardware, Params, Callable[[str], None]], PrecisionPlan]
     options: tuple[Option, ...] = ()
 
 
@@ -113,7 +114,7 @@ def _plan(params: Params, command: Command) -> tuple[Hardware, PrecisionPlan]:
     with tempfile.TemporaryDirectory() as folder, disable_run_logger():
         hardware = detect_hardware.fn(Path(folder))
     plan = command.plan(hardware, params)
-    return hardware, with_predictions(plan, hardware, params, lambda text: print(text, file=sys.stderr))
+    return hardware, command.predict(plan, hardware, params, lambda text: print(text, file=sys.stderr))
 
 
 def _plan_retrain(hardware: Hardware, params: Params) -> PrecisionPlan:
@@ -169,6 +170,7 @@ RETRAIN = Command(
     default_params="params/retrain.yaml",
     resolve=resolve_params,
     plan=_plan_retrain,
+    predict=with_predictions,
 )
 COMPARE = Command(
     flow="compare",
@@ -177,5 +179,6 @@ COMPARE = Command(
     default_params="params/compare.yaml",
     resolve=resolve_comparison,
     plan=plan_comparison,
+    predict=predicted_comparison,
     options=VARIANT_OPTIONS,
 )

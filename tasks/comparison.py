@@ -1,5 +1,7 @@
 """Plan a comparison: which variant runs when, with which seed, and what is left to run. Pure, but for the task that logs it."""
 
+from collections.abc import Callable
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
@@ -7,12 +9,13 @@ from prefect.logging import get_run_logger
 from tasks.errors import RefusedInput
 from tasks.params import ComparisonParams, Params, with_overrides
 from tasks.precision import plan_precision
-from tasks.records import Attempt, FinishedAttempt, Hardware, PrecisionPlan, RuledOut
+from tasks.prediction import with_predictions
+from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, PrecisionPlan, RuledOut
 from tasks.request import check_engine, resolve_params
 
 # what a variant may set; all else is the work, which is the same for all
 COMPARED_SECTIONS = ("precision", "training", "memory")
-SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "effective_batch_size")
+SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "total_batch_size")
 
 
 def resolve_comparison(
@@ -29,7 +32,7 @@ def resolve_comparison(
     """
     resolved = resolve_params(params, overrides=overrides, resume=resume, flow="compare")
     asked = resolved.comparison
-    if resume is not None and (variants or seeds):
+    if resume is not None and (variants is not None or seeds is not None):
         raise RefusedInput("a resumed comparison keeps its own variants and seeds; leave out --variants and --seeds")
     if unknown := [name for name in variants or () if name not in asked.variants]:
         raise RefusedInput(
@@ -43,8 +46,8 @@ def resolve_comparison(
     if asked.warmup_steps >= resolved.training.max_steps:
         found = f"leaves none of training.max_steps {resolved.training.max_steps} to measure"
         raise RefusedInput(f"comparison.warmup_steps {asked.warmup_steps} {found}; lower it, or train for more steps")
-    for name in chosen:
-        variant_params(resolved, name, rounds[0])
+    for name, seed in run_order(resolved.comparison):
+        variant_params(resolved, name, seed)
     return resolved
 
 
@@ -55,7 +58,7 @@ def variant_params(params: Params, variant: str, seed: int | None) -> Params:
         RefusedInput: the variant's overrides are refused, or change the work.
     """
     origin, overrides = f"comparison.variants.{variant}", params.comparison.variants[variant]
-    if other := [path for path in overrides if path.split(".")[0] not in COMPARED_SECTIONS]:
+    if other := [path for path in overrides if path.split(".")[0] not in COMPARED_SECTIONS or "." not in path]:
         allowed = ", ".join(COMPARED_SECTIONS)
         raise RefusedInput(f"{origin}.{other[0]}: all variants do the same work, so that a variant sets fields of {allowed} only")
     whole = {"training.seed": seed, "training.save_steps": params.training.max_steps, "precision.on_divergence": "stop"}
@@ -107,6 +110,18 @@ def plan_comparison(hardware: Hardware, params: Params) -> PrecisionPlan:
         "every round begins with the next variant, so that a noisy machine favours none"
     )
     return PrecisionPlan(attempts=attempts, reason=reason, ruled_out=tuple(refused), device_type=hardware.device_type)
+
+
+def predicted_comparison(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Callable[[str], None]) -> PrecisionPlan:
+    """Return `plan` with each run's predicted peak, by its variant's own settings."""
+    predictions: dict[str, MemoryPrediction | None] = {}
+    for attempt in plan.attempts:
+        if attempt.variant not in predictions:
+            own = variant_params(params, attempt.variant, attempt.seed)
+            (predicted,) = with_predictions(plan.model_copy(update={"attempts": (attempt,)}), hardware, own, say).attempts
+            predictions[attempt.variant] = predicted.prediction
+    attempts = tuple(attempt.model_copy(update={"prediction": predictions[attempt.variant]}) for attempt in plan.attempts)
+    return plan.model_copy(update={"attempts": attempts})
 
 
 def run_order(asked: ComparisonParams) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ from tasks.attempt_log import deliver
 from tasks.comparison import last_starts
 from tasks.comparison_measures import ComparisonRecord, Measured, variant_means
 from tasks.comparison_report import figures, page, report_text, shown, with_images
-from tasks.errors import AttemptFailed, HalfstepError
+from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
 from tasks.params import Params
 from tasks.records import FinishedAttempt, RunSetting
@@ -32,7 +32,6 @@ def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[Fin
 
     Raises:
         HalfstepError: MLflow is away; the comparison can be gone on with, which logs it.
-        AttemptFailed: no run succeeded, so that there was nothing to compare.
     """
     seconds = sum(done.outcome.process_seconds or 0.0 for done in finished)
     interrupted = any(done.in_earlier_start for done in finished)
@@ -69,14 +68,11 @@ def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[Fin
         raise HalfstepError(
             f"{error}\nThe comparison itself is done, see runs/{record.run_name}/report.html; log it with: {later}"
         ) from error
-    # last: a comparison without it can be resumed
-    write_record(run_dir / COMPARISON_FILE, record)
     create_markdown_artifact(with_images(text, drawn), key="comparison", description=f"Comparison {record.run_name}")
     for done in finished:
-        for name in ("states", "checkpoint"):
-            shutil.rmtree(done.attempt_dir / name, ignore_errors=True)
-    if not variant_means(measured.runs) or all(run.status != "succeeded" for run in measured.runs):
-        raise AttemptFailed(f"no run of the comparison succeeded; what happened to each: runs/{record.run_name}/report.html")
+        shutil.rmtree(done.attempt_dir / "checkpoint", ignore_errors=True)
+    # last: a comparison without it can be resumed
+    write_record(run_dir / COMPARISON_FILE, record)
     return record
 
 

@@ -155,7 +155,7 @@ def _measured(
 
 def _refused(variant: str, seed: int, number: int, plan: PrecisionPlan) -> MeasuredRun:
     reason = next((item.reason for item in plan.ruled_out if item.precision == variant), "it was not made")
-    return MeasuredRun(variant=variant, seed=seed, order=number, status="failed", what_happened=f"refused: {reason}")
+    return MeasuredRun(variant=variant, seed=seed, order=number, status="failed", refused=True, what_happened=f"refused: {reason}")
 
 
 def _served(label: Label, setting: RunSetting, params: Params, asked: EvaluationRequest | None, faults: dict[Path, str]) -> ServedFormat:

@@ -50,6 +50,7 @@ class MeasuredRun(Record):
     seed: int
     order: int = Field(description="position in which it ran")
     status: Status
+    refused: bool = Field(default=False, description="by the hardware: the run was never made, which says nothing of its stability")
     measures: RunMeasures | None = Field(default=None, description="of a run that succeeded")
     what_happened: str = Field(
         default="", description="such as 'ran out of device memory in forward, 3 of 100 steps'; empty: all went well"

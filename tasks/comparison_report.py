@@ -198,11 +198,15 @@ def _method(record: ComparisonRecord) -> list[str]:
         f"Variants: {'; '.join(said)}. {record.plan.reason}. Seeds {', '.join(map(str, asked.seeds))}.",
         f"Work: base model {params.base_model.source}, {steps}, {work}, {training.max_completion_length} tokens at most; the same "
         "prompts in the same order, the same seeds.",
-        f"Held out: {record.dataset.num_eval} problems, answered greedily in the precision that trained; 95 % Wilson intervals.",
+        f"Held out: {record.dataset.num_eval} problems, answered greedily in the format that trained (an fp32 head is no part of it); "
+        "95 % Wilson intervals.",
         f"Time: {wall} for the whole comparison, {record.training_seconds:,.0f} s in its training processes.",
         f"Machine: {device}, {machine.num_cpus} CPUs{driver}, {machine.memory_total_bytes / MB:,.0f} MB; {versions}; "
         f"source {record.source.git_commit or 'not in git'}{' with changes' if record.source.dirty else ''}.",
     ]
     if rehearsed:
-        lines.append(f"{', '.join(rehearsed)}: a rehearsal on a CPU that emulates the format; its numerics hold, its times mean nothing.")
+        lines.append(
+            f"{', '.join(rehearsed)}: a rehearsal on a CPU that emulates the format; its numerics hold, its times are those of the "
+            "emulation here and say nothing of hardware with units for it."
+        )
     return [plain(line) for line in lines]

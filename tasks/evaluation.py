@@ -113,7 +113,9 @@ def answer_each(requests: Iterable[EvaluationRequest], work_dir: Path, say: Call
 
     Returns what kept a file from being written, by file.
     """
-    missing = {request.out_file: request for request in requests if not request.out_file.is_file()}
+    missing = {request.out_file: request for request in requests if not _readable(request.out_file)}
+    for path in missing:
+        path.unlink(missing_ok=True)
     together = [tuple(missing.values())] if len(missing) > 1 else []
     faults: dict[Path, str] = {}
     for batch in [*together, *((request,) for request in missing.values())]:
@@ -125,6 +127,14 @@ def answer_each(requests: Iterable[EvaluationRequest], work_dir: Path, say: Call
         except HalfstepError as error:
             faults |= {request.out_file: str(error) for request in left}
     return {path: fault for path, fault in faults.items() if not path.is_file()}
+
+
+def _readable(path: Path) -> bool:
+    try:
+        read_record(path, ModelAnswers)
+    except (OSError, ValidationError):
+        return False
+    return True
 
 
 def _answers(request: EvaluationRequest, kept: Path | None, say: Callable[[str], None]) -> ModelAnswers:

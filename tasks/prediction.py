@@ -97,7 +97,8 @@ def predict_peak(attempt: Attempt, setting: RunSetting, params: Params) -> Attem
     logger = get_run_logger()
     if params.memory.preflight == "off":
         return attempt
-    baseline, precision = setting.plan.attempts[0], attempt.precision
+    # in a comparison no run is another's baseline
+    baseline, precision = attempt if attempt.variant else setting.plan.attempts[0], attempt.precision
     steps = [(change.lever, change.text, (precision, change.levers)) for change in changes(baseline.levers, attempt.levers)]
     if precision != baseline.precision:
         steps.insert(0, ("precision", f"{baseline.precision.label} -> {precision.label}", (precision, baseline.levers)))

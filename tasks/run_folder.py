@@ -87,7 +87,9 @@ def find_run(name: str, flow: str) -> RunFolder:
     if folder.flow != flow:
         raise RefusedInput(f"--resume {name}: a run of another flow; go on with python -m flows.{folder.flow} --resume {name}")
     ended = run_dir / "run.json"
-    if (run_dir / COMPARISON_FILE).is_file() or (ended.is_file() and read_record(ended, RunRecord).status == "succeeded"):
+    if (run_dir / COMPARISON_FILE).is_file():
+        raise RefusedInput(f"--resume {name}: that comparison has come to its end; see runs/{run_dir.name}/summary.txt, or start a new one")
+    if ended.is_file() and read_record(ended, RunRecord).status == "succeeded":
         raise RefusedInput(f"--resume {name}: that run succeeded; see runs/{run_dir.name}/summary.txt, or start a new one")
     return folder
 

@@ -17,7 +17,7 @@ from tasks.verdict_text import contrast_text, facts_text, joined, overall_text
 
 MIN_STEPS = 100
 MIN_SEEDS = 2
-FAILED = frozenset({"out_of_memory", "diverged", "failed"})
+FAILED = frozenset({"out_of_memory", "skipped", "diverged", "failed"})
 ORDER: tuple[Criterion, ...] = ("accuracy", "stability", "speed", "memory")
 
 Runs = Mapping[str, Sequence[MeasuredRun]]  # per variant its runs, in the order of the seeds that all variants here share
@@ -41,17 +41,27 @@ def judge(runs: Sequence[MeasuredRun]) -> Verdict:
         asked = "What happened to each is said in the table."
         return Verdict(findings=(), sentences=(told, asked), indicative=False, best_overall=None)
     findings = tuple(_finding(criterion, compared, runs) for criterion in ORDER)
-    any_failed = any(run.status in FAILED for run in runs)
+    any_failed = any(_failed(run) for run in runs)
     left, taken_out = _narrowed(tuple(compared), findings)
-    best = left[0] if len(left) == 1 and (len(compared) > 1 or any_failed) else None
+    evaluated = {name: all(run.correct for run in of_variant) for name, of_variant in compared.items()}
+    unknown = [name for name, whole in evaluated.items() if not whole and any(evaluated.values())]
+    best = left[0] if len(left) == 1 and (len(compared) > 1 or any_failed) and not unknown else None
     missing = list(dict.fromkeys(run.variant for run in runs if run.variant not in compared))
     sentences = overall_text(best, left, taken_out, missing, findings, f"{num_seeds} seeds, {min(measured)} or more measured steps a run")
+    if unknown:
+        why = "was not evaluated in every run, and time and memory do not buy a worse model"
+        told = f"No variant is best overall: {joined(unknown)} {why}."
+        sentences = (told, sentences[1])
     return Verdict(findings=findings, sentences=sentences, indicative=False, best_overall=best)
+
+
+def _failed(run: MeasuredRun) -> bool:
+    return run.status in FAILED and not run.refused
 
 
 def _compared(runs: Sequence[MeasuredRun]) -> Runs:
     # a run that was cancelled takes its seed out for all, so that variants are compared over the same seeds
-    failed = {run.variant for run in runs if run.status in FAILED}
+    failed = {run.variant for run in runs if _failed(run)}
     by_variant: dict[str, dict[int, MeasuredRun]] = {}
     for run in runs:
         if run.measures and run.status == "succeeded" and run.variant not in failed:
@@ -79,7 +89,7 @@ def _finding(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) 
     beaten = {worse for _, worse in shown}
     best = next((one for one in variants if one not in beaten and all((one, other) in shown for other in variants if other != one)), None)
     if len(variants) == 1:
-        best = variants[0] if criterion == "stability" and any(run.status in FAILED for run in runs) else None
+        best = variants[0] if criterion == "stability" and any(_failed(run) for run in runs) else None
     winning = sorted((contrast for contrast in pairs if contrast.shown and contrast.better == best), key=lambda contrast: contrast.effect)
     decides = next(iter(winning or pairs), None)
     parts = [_head(criterion, best, bool(pairs), bool(shown)), facts_text(criterion, compared, runs)]

@@ -39,7 +39,8 @@ def facts_text(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]
         return "; ".join([*(text for name, of_variant in compared.items() if (text := _lost_text(name, of_variant))), *_failures(runs)])
     means = {name: _mean(criterion, of_variant) for name, of_variant in compared.items()}
     unit = {"accuracy": "% of the held-out problems", "speed": "ms a step", "memory": "MB at the peak"}[criterion]
-    figures = [f"{name} {value:.1f}" if criterion == "accuracy" else f"{name} {value:,.0f}" for name, value in means.items() if value]
+    known = {name: value for name, value in means.items() if value is not None}
+    figures = [f"{name} {value:.1f}" if criterion == "accuracy" else f"{name} {value:,.0f}" for name, value in known.items()]
     return f"{joined(figures)} {unit}" if figures else ""
 
 
@@ -89,4 +90,5 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _failures(runs: Sequence[MeasuredRun]) -> list[str]:
-    return [f"{run.variant} with seed {run.seed} {run.what_happened}" for run in runs if run.what_happened]
+    failed = [run for run in runs if run.what_happened and run.status != "succeeded" and not run.refused]
+    return [f"{run.variant} with seed {run.seed} {run.what_happened}" for run in failed]

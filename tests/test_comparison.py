@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from tasks.comparison import last_starts, next_run, plan_comparison, resolve_comparison, run_order, variant_params
+from tasks import comparison
+from tasks.comparison import last_starts, next_run, plan_comparison, predicted_comparison, resolve_comparison, run_order, variant_params
 from tasks.errors import RefusedInput
 from tasks.params import ComparisonParams, Params
-from tasks.records import Attempt, FinishedAttempt, Outcome, Status
+from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, Outcome, PrecisionPlan, Status
 from tasks.verdict import MIN_STEPS
 from tests.machines import hardware_of
 
@@ -56,7 +57,13 @@ def test_a_variant_of_ones_own_is_any_setting() -> None:
         ({"seeds": 0}, "--seeds 0"),
         ({"overrides": ["training.max_steps=5"]}, "warmup_steps 5 leaves none of training.max_steps 5"),
         ({"overrides": ["comparison.variants.x={training.max_steps: 9}"]}, "training.max_steps 105 -> 9 changes the work"),
-        ({"overrides": ["comparison.variants.x={training.per_device_train_batch_size: 8}"]}, "training.effective_batch_size"),
+        (
+            {"overrides": ["comparison.variants.x={training.per_device_train_batch_size: 8}"]},
+            "total_batch_size 32 -> 8 changes",
+        ),
+        ({"overrides": ["comparison.variants.x={training.strategy: ddp, training.num_processes: 2}"]}, "total_batch_size 32 -> 64"),
+        ({"overrides": ["comparison.variants.x={training.seed: 1}"]}, "training.seed 2 -> 1"),
+        ({"overrides": ["comparison.variants.x={precision: {}}"]}, "x.precision: all variants do the same work"),
         ({"overrides": ["comparison.variants.x={dataset.seed: 4}"]}, "x.dataset.seed: all variants do the same work"),
         ({"overrides": ["comparison.variants.x={precision.mod: fp16}"]}, "precision.mod: unknown key; did you mean precision.mode?"),
         ({"overrides": ["comparison.variants.../x={precision.mode: fp16}"]}, "comparison.variants"),
@@ -75,6 +82,22 @@ def test_what_the_hardware_refuses_is_ruled_out_and_the_rest_is_run() -> None:
     assert [(run.name, run.number) for run in plan.attempts] == [("fp32-seed1", 2), ("fp32-seed2", 3)]
     (refused,) = plan.ruled_out
     assert refused.precision == "bf16" and "bf16" in refused.reason
+
+
+def test_each_run_is_predicted_with_its_variants_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = params_with(a={"precision.mode": "bf16"}, b={"precision.mode": "fp16", "memory.budget_mb": 20})
+    budgets: list[float | None] = []
+
+    def fake(plan: PrecisionPlan, hardware: Hardware, params: Params, say: object) -> PrecisionPlan:
+        budgets.append(params.memory.budget_mb)
+        peak = MemoryPrediction(peak_bytes=len(budgets), error_bytes=0, phase="forward", categories={}, phases={})
+        return plan.model_copy(update={"attempts": tuple(run.model_copy(update={"prediction": peak}) for run in plan.attempts)})
+
+    monkeypatch.setattr(comparison, "with_predictions", fake)
+    machine = hardware_of("h100_x8")
+    plan = predicted_comparison(plan_comparison(machine, asked), machine, asked, print)
+    assert budgets == [None, 20]
+    assert [run.prediction.peak_bytes for run in plan.attempts if run.prediction] == [1, 2, 2, 1]
 
 
 def test_a_machine_that_refuses_all_is_one_message() -> None:

@@ -58,6 +58,32 @@ def test_equal_variants_show_no_difference() -> None:
     assert finding(verdict, "accuracy").sentence == "Best for accuracy: nothing to compare."
 
 
+def test_a_run_without_an_evaluation_leaves_no_variant_best_overall() -> None:
+    plants = {"fp32": Plant(), "bf16": Plant(step_time=0.5, logit=-4.0)}
+    runs = list(comparison(np.random.default_rng(0), plants))
+    assert judge(runs).best_overall == "fp32"
+    at = next(index for index, item in enumerate(runs) if item.variant == "bf16")
+    runs[at] = runs[at].model_copy(update={"correct": (), "base_correct": ()})
+    verdict = judge(runs)
+    assert verdict.best_overall is None
+    assert verdict.sentences[0].startswith("No variant is best overall: bf16 was not evaluated in every run")
+
+
+def test_what_the_hardware_refuses_is_missing_and_not_called_unstable() -> None:
+    refused = [run("bf16", seed, "failed").model_copy(update={"refused": True}) for seed in range(3)]
+    verdict = judge([*refused, *three_seeds("fp32")])
+    assert verdict.best_overall is None
+    assert "bf16" not in finding(verdict, "stability").sentence
+    skipped = judge([run("bf16", 0, "skipped"), run("bf16", 1), run("bf16", 2), *three_seeds("fp32")])
+    assert skipped.best_overall == "fp32"
+
+
+def test_an_accuracy_of_nothing_is_said() -> None:
+    hopeless = {"fp32": Plant(), "bf16": Plant(logit=-100.0)}
+    found = finding(judge(comparison(np.random.default_rng(0), hopeless)), "accuracy")
+    assert "bf16 0.0 % of the held-out problems" in found.sentence
+
+
 def test_less_memory_is_best_and_explained() -> None:
     verdict = judge([*three_seeds("fp32", peak_memory_mb=4200), *three_seeds("bf16", peak_memory_mb=3000)])
     found = finding(verdict, "memory")
