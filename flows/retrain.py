@@ -17,6 +17,7 @@ from tasks.records import RunRecord, RunSetting
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, open_run
 from tasks.run_log import close_as_failed, close_as_killed, conclude_run, record_inputs, start_tracking
+from tasks.settled import take_over
 from tasks.training import failure_of, train
 
 
@@ -35,7 +36,7 @@ def retrain(
 
     Args:
         params: params file, from the project's root
-        precision: auto, bf16, fp16 or fp32; the params file's when left out
+        precision: auto, measured, bf16, fp16 or fp32; the params file's when left out
         max_steps: optimizer steps
         learning_rate: peak learning rate
         seed: seed of sampling and data order
@@ -46,7 +47,9 @@ def retrain(
     resolved = resolve_params(params, precision, max_steps, learning_rate, seed, memory_budget_mb, overrides, resume)
     run = open_run(resolved, resume)
     hardware = detect_hardware(run.run_dir)
-    plan = decide_precision(hardware, resolved)
+    settled = take_over(run.run_dir, hardware, resolved)
+    resolved = settled.applied(resolved)
+    plan = decide_precision(hardware, resolved, settled.because)
     check_engine(hardware, resolved)
     tracked = start_tracking(run, resolved, hardware, plan)
     base_model = fetch_base_model(resolved, run.run_dir)

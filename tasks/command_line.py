@@ -26,6 +26,7 @@ from tasks.records import Hardware, PrecisionPlan, RunRecord
 from tasks.report import plan_text
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, held_run
+from tasks.settled import settle
 
 
 class Option(NamedTuple):
@@ -118,7 +119,9 @@ def _plan(params: Params, command: Command) -> tuple[Hardware, PrecisionPlan]:
 
 
 def _plan_retrain(hardware: Hardware, params: Params) -> PrecisionPlan:
-    plan = plan_precision(hardware, params)
+    settled = settle(hardware, params)
+    params = settled.applied(params)
+    plan = plan_precision(hardware, params, settled.because)
     check_engine(hardware, params)
     return plan
 

@@ -64,6 +64,8 @@ def variant_params(params: Params, variant: str, seed: int | None) -> Params:
     whole = {"training.seed": seed, "training.save_steps": params.training.max_steps, "precision.on_divergence": "stop"}
     common = with_overrides(params, {**whole, "memory.retries": []}, origin)
     own = with_overrides(common, overrides, origin)
+    if own.precision.mode == "measured":
+        raise RefusedInput(f"{origin}: precision.mode 'measured' rests on a comparison; name a precision, or 'auto'")
     for field in SAME_WORK:
         asked, found = getattr(common.training, field), getattr(own.training, field)
         if asked != found:

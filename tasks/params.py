@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from tasks.errors import RefusedInput
 
-PrecisionMode = Literal["auto", "bf16", "fp16", "fp32"]
+PrecisionMode = Literal["auto", "measured", "bf16", "fp16", "fp32"]
 RolloutDtype = Literal["auto", "float32", "bfloat16", "float16"]
 BUILT_IN_SCORERS = ("reasoning_gym", "byte_share")
 Scalar = str | int | float | bool
@@ -42,7 +42,9 @@ class Section(BaseModel):
 class PrecisionParams(Section):
     """How the 16-bit precision is chosen and guarded."""
 
-    mode: PrecisionMode = Field("auto", description="auto decides by hardware; a named mode is done or refused, never swapped")
+    mode: PrecisionMode = Field(
+        "auto", description="auto decides by hardware, measured by the last comparison; a named mode is done or refused, never swapped"
+    )
     objective: Literal["stability", "consistency", "speed", "memory"] = Field(
         "stability", description="what auto aims at: stability bf16 first, consistency fp16 first, speed, or memory"
     )
@@ -246,7 +248,7 @@ class ComparisonParams(Section):
     @classmethod
     def _dotted(cls, value: object) -> object:
         # an override from the command line arrives as nested sections
-        return {name: _dotted(fields) for name, fields in value.items()} if isinstance(value, dict) else value
+        return {name: dotted(fields) for name, fields in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -354,12 +356,13 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, origin: str) -
     tree[path[-1]] = value
 
 
-def _dotted(tree: Any, prefix: str = "") -> Any:
+def dotted(tree: Any, prefix: str = "") -> Any:
+    """Return a tree of sections as one mapping of dotted paths; anything but a mapping as it is."""
     if not isinstance(tree, dict):
         return tree
     rows: dict[str, Any] = {}
     for key, value in tree.items():
-        rows |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        rows |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return rows
 
 

@@ -56,17 +56,17 @@ ERROR_SHARE = {"heap": 0.45, "compact heap": 0.25, "device": 0.3}
 def expected_peak(counted: TensorBytes, process: ProcessBytes, request: PeakRequest) -> MemoryPrediction:
     """Return what a process is expected to take, from what its tensors take."""
     kind = "device" if request.device_type != "cpu" else "compact heap" if request.levers.compact_allocator else "heap"
-    beside = {
-        "runtime": process.runtime_bytes + (0 if kind == "device" else TRAINER_BYTES),
-        "allocator": round(counted.cache_elements * HEAP_BYTES_PER_CACHE_ELEMENT) if kind == "heap" else 0,
-    }
-    phases = {phase: sum(sizes.values()) + sum(beside.values()) for phase, sizes in counted.phases.items()}
+    runtime = process.runtime_bytes + (0 if kind == "device" else TRAINER_BYTES)
+    kept = round(counted.cache_elements * HEAP_BYTES_PER_CACHE_ELEMENT) if kind == "heap" else 0
+    # before the first rollout the heap has kept nothing of it
+    beside = {phase: {"runtime": runtime, "allocator": 0 if phase == "load" else kept} for phase in counted.phases}
+    phases = {phase: sum(sizes.values()) + sum(beside[phase].values()) for phase, sizes in counted.phases.items()}
     phase = max(phases, key=phases.__getitem__)
     return MemoryPrediction(
         peak_bytes=phases[phase],
         error_bytes=round(phases[phase] * ERROR_SHARE[kind]),
         phase=phase,
-        categories={**counted.phases[phase], **beside},
+        categories={**counted.phases[phase], **beside[phase]},
         phases=phases,
         import_bytes=process.import_bytes,
     )

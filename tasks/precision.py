@@ -26,9 +26,9 @@ REMEDIES: dict[str, tuple[str, ...]] = {
 
 
 @task(cache_policy=NO_CACHE)
-def decide_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
+def decide_precision(hardware: Hardware, params: Params, because: str = "") -> PrecisionPlan:
     """Plan the attempts and log the reasons."""
-    plan = plan_precision(hardware, params)
+    plan = plan_precision(hardware, params, because)
     logger = get_run_logger()
     for attempt in plan.attempts:
         logger.info("attempt %s: %s", attempt.name, attempt.reason)
@@ -37,8 +37,10 @@ def decide_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
     return plan
 
 
-def plan_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
+def plan_precision(hardware: Hardware, params: Params, because: str = "") -> PrecisionPlan:
     """Return the attempts in order of trial, each with its reason, and why every other precision was ruled out.
+
+    `because` says where the mode comes from if it is not the params (tasks.settled).
 
     Raises:
         RefusedInput: mode or rollout_dtype cannot be done on this hardware, or grad_scaler contradicts an attempt; names what can be.
@@ -46,7 +48,7 @@ def plan_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
     refusal = _refusal(hardware, params)
     if refusal:
         raise RefusedInput(f"{refusal}; {_remedy(hardware, params)}")
-    attempts = _attempts(hardware, params)
+    attempts = _attempts(hardware, params, because)
     parts = [attempts[0].reason]
     end = "precision.on_divergence is 'stop'" if params.precision.on_divergence == "stop" else "nothing is wider than fp32"
     narrow = [item.precision.label for item in attempts if WIDER[item.precision.label]]
@@ -63,8 +65,8 @@ def plan_precision(hardware: Hardware, params: Params) -> PrecisionPlan:
     return PrecisionPlan(attempts=attempts, reason=". ".join(parts), ruled_out=ruled_out, device_type=hardware.device_type)
 
 
-def _attempts(hardware: Hardware, params: Params) -> tuple[Attempt, ...]:
-    first, reason = _baseline(hardware, params)
+def _attempts(hardware: Hardware, params: Params, because: str = "") -> tuple[Attempt, ...]:
+    first, reason = _baseline(hardware, params, because)
     levers = baseline_levers(params)
     attempts = [_attempt(1, "baseline", first, levers, reason, hardware, params)]
     for index, retry in enumerate(params.memory.retries):
@@ -105,13 +107,15 @@ def _attempt(number: int, kind: str, label: Label, levers: MemoryLevers, reason:
     )
 
 
-def _baseline(hardware: Hardware, params: Params) -> tuple[Label, str]:
+def _baseline(hardware: Hardware, params: Params, because: str) -> tuple[Label, str]:
     mode, objective = params.precision.mode, params.precision.objective
+    assert mode != "measured"  # see _refusal
     if mode == "auto":
-        return first_precision(hardware, objective)
+        label, reason = first_precision(hardware, objective)
+        return label, f"{because}: {reason}" if because else reason
     rehearsal = "; on a CPU that is a rehearsal, slow but true to the format" if emulated(mode, hardware) else ""
     overruled = f"; the mode overrules precision.objective {objective!r}" if objective != "stability" else ""
-    return mode, f"precision.mode is {mode!r}: {fact(mode, hardware)}{rehearsal}{overruled}"
+    return mode, f"{because or f'precision.mode is {mode!r}'}: {fact(mode, hardware)}{rehearsal}{overruled}"
 
 
 def _retry(index: int, retry: RetryParams, first: Label, hardware: Hardware, params: Params) -> tuple[Label, str]:
@@ -141,6 +145,7 @@ def _range(precision: Precision, params: Params) -> str:
 
 def _refusal(hardware: Hardware, params: Params) -> str:
     asked = params.precision
+    assert asked.mode != "measured", "tasks.settled puts a precision in its place"
     if asked.mode != "auto" and not possible(asked.mode, hardware, rehearse=True):
         return f"precision.mode is {asked.mode!r} but {fact(asked.mode, hardware)}"
     if asked.rollout_dtype != "auto" and not possible(FORMATS[asked.rollout_dtype], hardware, rehearse=True):

@@ -36,7 +36,7 @@ def test_every_key_of_the_shipped_params_is_a_described_field(path: Path) -> Non
         ("training.max_steps=true", ("training: max_steps takes a number", "not true or false")),
         ("training.max_steps=0", ("training.max_steps", "greater than or equal to 1", "found 0")),
         ("training.learning_rate=.nan", ("training.learning_rate", "finite")),
-        ("precision.mode=int8", ("precision.mode", "'auto', 'bf16', 'fp16' or 'fp32'", "'int8'")),
+        ("precision.mode=int8", ("precision.mode", "'auto', 'measured', 'bf16', 'fp16' or 'fp32'", "'int8'")),
         ("training.strategy=fsdp", ("training.strategy", "'single'", "'fsdp'")),
         ("training.strategy=ddp", ("training: strategy is 'ddp' and num_processes is 1", "num_processes of 2 or more")),
         ("training.num_processes=2", ("training: strategy is 'single' and num_processes is 2", "set strategy=ddp")),

@@ -18,13 +18,13 @@ def prediction(**categories: int) -> MemoryPrediction:
     return MemoryPrediction(peak_bytes=sum(sizes.values()), error_bytes=0, phase="backward", categories=sizes, phases={})
 
 
-def expected(device_type: str, compact: bool = False) -> MemoryPrediction:
+def expected(device_type: str, compact: bool = False, counted: TensorBytes = COUNTED) -> MemoryPrediction:
     levers = MemoryLevers(
         per_device_train_batch_size=1, gradient_accumulation_steps=1, gradient_checkpointing=False, compact_allocator=compact
     )
     asked = {"device_type": device_type, "precision": precision("bf16"), "levers": levers, "beta": 0}
     request = PeakRequest.model_validate({**asked, "prompt_length": 1, "completion_length": 1})
-    return expected_peak(COUNTED, ProcessBytes(import_bytes=7, runtime_bytes=10 * MB), request)
+    return expected_peak(counted, ProcessBytes(import_bytes=7, runtime_bytes=10 * MB), request)
 
 
 @pytest.mark.parametrize(("device_type", "compact", "beside"), [("cuda", False, 10), ("cpu", True, 35), ("cpu", False, 169)])
@@ -32,6 +32,14 @@ def test_the_peak_is_the_fullest_phase_with_what_the_process_takes_beside_its_te
     made = expected(device_type, compact)
     assert (made.phase, made.import_bytes) == ("backward", 7)
     assert made.peak_bytes == sum(made.categories.values()) == pytest.approx((400 + beside) * MB)
+
+
+def test_loading_a_model_to_be_cast_can_take_most_and_has_no_part_of_the_heaps_share() -> None:
+    load = {"weights": 300 * MB, "base_model_file": 600 * MB}
+    counted = COUNTED.model_copy(update={"phases": {"load": load, **COUNTED.phases}})
+    made = expected("cpu", counted=counted)
+    assert (made.phase, made.peak_bytes) == ("load", 935 * MB) and made.categories["base_model_file"] == 600 * MB
+    assert made.phases["backward"] == expected("cpu").peak_bytes
 
 
 def test_effects_are_told_by_category_against_the_step_before_or_the_baseline() -> None:

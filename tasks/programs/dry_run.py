@@ -5,6 +5,7 @@ and the rollout's copy are the real ones; only the sampling and GRPO's small ten
 """
 
 import contextlib
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -107,7 +108,9 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
     with _FakeTensors(), ledger, fast_half_matmul(request.device_type, *dtypes):
         ledger.category = "weights"
         dtype = getattr(torch, request.precision.autocast_dtype) if request.levers.lora_rank else torch.float32
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        # the model writes its own dtype into the config that it is made from
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+        loading = {"load": _loading(model, config.dtype or dtype)} if request.device_type == "cpu" else {}
         add_fused_lm_head(model, cast_lm_head_to_fp32=request.precision.lm_head_fp32, outputs=("log_probs", "entropy"))
         if request.levers.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -136,7 +139,14 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     del reference, buckets
-    return TensorBytes(phases=ledger.peaks, cache_elements=cache_elements)
+    return TensorBytes(phases={**loading, **ledger.peaks}, cache_elements=cache_elements)
+
+
+def _loading(model: PreTrainedModel, stored: torch.dtype) -> dict[str, int]:
+    """Return what loading takes: weights that are cast stand beside the file, which is mapped whole and privately."""
+    weights = list(model.parameters())
+    file_bytes = sum(weight.numel() for weight in weights) * stored.itemsize if model.dtype != stored else 0
+    return {"weights": sum(weight.nbytes for weight in weights), "base_model_file": file_bytes}
 
 
 def _with_adapters(model: PreTrainedModel, levers: MemoryLevers) -> PeftModel:

@@ -76,6 +76,10 @@ def test_weights_gradients_and_states_are_exact_and_the_levers_and_dtypes_show(
     assert plain.categories["weights"] == pytest.approx(weights, rel=0.01)
     assert plain.categories["optimizer_states"] == pytest.approx(2 * weights, rel=0.01)
     assert predicted["ranks"].categories["gradient_buckets"] == plain.categories["gradients"]
+    # what is cast while it is loaded stands beside the file it comes from
+    runtime = plain.categories["runtime"]
+    assert predicted["lora"].phases["load"] - runtime == pytest.approx(weights * 6 / 4, rel=0.01)
+    assert plain.phases["load"] - runtime == pytest.approx(weights, rel=0.01)
     assert saving.categories["activations"] < 0.6 * plain.categories["activations"]
     assert wide.categories["reference_model"] == weights
     assert wide.categories["logits"] > 1.5 * plain.categories["logits"]

@@ -1,0 +1,152 @@
+"""What `precision.mode: measured` takes over from a comparison, and what it refuses."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import settled
+from tasks.command_line import main
+from tasks.comparison import plan_comparison, variant_params
+from tasks.comparison_measures import ComparisonRecord, Measured
+from tasks.errors import RefusedInput
+from tasks.files import write_record
+from tasks.params import Params, with_overrides
+from tasks.precision import plan_precision
+from tasks.records import ArtifactVersion, DatasetVersion, SourceVersion
+from tasks.settled import settle, take_over
+from tasks.verdict import judge
+from tests.comparisons import Plant, comparison
+from tests.machines import hardware_of
+
+MACHINE = hardware_of("h100_x8")
+SLOW, FAST = Plant(step_time=1.3), Plant()
+VARIANTS = {"wide": {"precision.mode": "bf16"}, "exact": {"precision.mode": "fp16", "precision.init_scale": 512.0}}
+Keep = Callable[..., ComparisonRecord]
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
+    """Keep the record of a comparison of `wide` and `exact` as the compare flow does."""
+    monkeypatch.setattr(settled, "RUNS_DIR", tmp_path)
+
+    def keep_one(
+        name: str, plants: Mapping[str, Plant], variants: Mapping[str, Mapping[str, Any]] = VARIANTS, num_seeds: int = 3, **overrides: Any
+    ) -> ComparisonRecord:
+        asked = {"comparison.variants": variants, **{path.replace("__", "."): value for path, value in overrides.items()}}
+        params = with_overrides(Params(), asked, "test")
+        runs = tuple(comparison(np.random.default_rng(0), plants, num_seeds))
+        version = ArtifactVersion(path=tmp_path, dvc_hash="0.dir", size_bytes=1, location="store:x")
+        record = ComparisonRecord(
+            run_name=name,
+            started_at="2026-12-02T01:00:00+00:00",
+            hardware=MACHINE,
+            plan=plan_comparison(MACHINE, params),
+            params=params.model_dump(mode="json"),
+            dataset=DatasetVersion(version=version, num_train=1, num_eval=1, num_dropped=0),
+            base_model=version,
+            attempts=(),
+            measured=Measured(runs=runs, verdict=judge(runs)),
+            wall_seconds=None,
+            training_seconds=1,
+            versions={},
+            source=SourceVersion(git_commit=None, dirty=None),
+            tracking_uri="sqlite://",
+            tracking_run_id="0",
+        )
+        (tmp_path / name).mkdir()
+        write_record(tmp_path / name / "comparison.json", record)
+        return record
+
+    return keep_one
+
+
+def asked(**fields: Any) -> Params:
+    return with_overrides(
+        Params(), {"precision.mode": "measured", **{path.replace("__", "."): value for path, value in fields.items()}}, ""
+    )
+
+
+def test_the_best_variants_precision_is_taken_over_whole_and_its_reason_is_told(keep: Keep) -> None:
+    record = keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    assert record.measured.verdict.best_overall == "exact"
+    # steps, seed, budget and answers to a shortage may be others
+    params = asked(training__max_steps=7, training__seed=3, memory__budget_mb=9000, precision__on_divergence="next")
+    found = settle(MACHINE, params)
+    assert found.overrides == {"precision.mode": "fp16", "precision.init_scale": 512.0}
+    applied = found.applied(params)
+    assert (applied.precision.init_scale, applied.precision.on_divergence, applied.training.max_steps) == (512, "next", 7)
+    plan = plan_precision(MACHINE, applied, found.because)
+    assert plan.attempts[0].precision.label == "fp16" and plan.attempts[0].precision.grad_scaler
+    assert plan.reason.startswith(
+        "precision.mode is 'measured': in comparison 20261201-a exact is best overall: wide shown worse in speed: "
+    )
+
+
+def test_the_newest_fitting_verdict_counts_and_none_at_all_leaves_it_to_auto(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    keep("20261202-b", {"wide": FAST, "exact": FAST})
+    keep("20261203-other-work", {"wide": SLOW, "exact": FAST}, training__learning_rate=1e-3)
+    keep("20261204-indicative", {"wide": SLOW, "exact": FAST}, num_seeds=1)
+    found = settle(MACHINE, asked())
+    assert found.overrides == {"precision.mode": "auto"}
+    reason = plan_precision(MACHINE, found.applied(asked()), found.because).attempts[0].reason
+    assert "in comparison 20261202-b No variant is best overall" in reason and "so that 'auto' decides: " in reason
+    assert reason.split("decides: ")[1] == plan_precision(MACHINE, Params()).attempts[0].reason
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "difference"),
+    [
+        ("a800_half_full", {}, "device_name ("),
+        ("h100_x8", {"training__learning_rate": 1e-3}, "training.learning_rate (2e-05, asked 0.001)"),
+        ("h100_x8", {"precision__lm_head_fp32": True}, "precision.lm_head_fp32 (False, asked True)"),
+        ("h100_x8", {"dataset__family": "gcd"}, "dataset.family (chain_sum, asked gcd)"),
+    ],
+)
+def test_another_machine_model_or_setting_is_refused_with_what_differs(
+    machine: str, fields: dict[str, Any], difference: str, keep: Keep
+) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    with pytest.raises(RefusedInput) as refused:
+        settle(hardware_of(machine), asked(**fields))
+    assert difference in str(refused.value) and "the nearest, 20261201-a, differs in" in str(refused.value)
+    assert "python -m flows.compare" in str(refused.value)
+
+
+def test_without_any_verdict_and_below_a_variant_of_other_work_it_is_refused(keep: Keep) -> None:
+    with pytest.raises(RefusedInput, match="no comparison with a verdict is of this model, machine and setting; make one"):
+        settle(MACHINE, asked())
+    lora = {"wide": VARIANTS["wide"], "exact": {"precision.mode": "fp16", "training.lora_rank": 8}}
+    keep("20261201-a", {"wide": SLOW, "exact": FAST}, lora)
+    with pytest.raises(RefusedInput, match=r"differs in training.lora_rank \(8, asked None\)"):
+        settle(MACHINE, asked())
+    assert settle(MACHINE, asked(training__lora_rank=8)).overrides == {"precision.mode": "fp16"}
+
+
+def test_a_resumed_run_keeps_what_it_took_over(keep: Keep, tmp_path: Path) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    run_dir = tmp_path / "20261202-run"
+    run_dir.mkdir()
+    first = take_over.fn(run_dir, MACHINE, asked())
+    keep("20261203-b", {"wide": FAST, "exact": SLOW})
+    assert settle(MACHINE, asked()).overrides == {"precision.mode": "bf16"}
+    assert take_over.fn(run_dir, MACHINE, asked()) == first
+
+
+def test_nothing_is_taken_over_unless_asked_and_a_variant_cannot_ask(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    assert settle(MACHINE, Params()).applied(Params()) == Params()
+    circular = with_overrides(Params(), {"comparison.variants": {"x": {"precision.mode": "measured"}}}, "")
+    with pytest.raises(RefusedInput, match="rests on a comparison"):
+        variant_params(circular, "x", 1)
+
+
+def test_the_plan_refuses_before_any_work_without_a_comparison(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+    def never(**_: Any) -> ComparisonRecord:
+        raise AssertionError
+
+    assert main(never, ["--plan", "--params", "params/smoke.yaml", "precision.mode=measured"]) == 2
+    assert "no comparison with a verdict is of this model, machine and setting" in capsys.readouterr().err
