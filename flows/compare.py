@@ -42,7 +42,7 @@ def compare(
     resolved = resolve_comparison(params, variants, seeds, overrides, resume)
     run = open_run(resolved, resume)
     hardware = detect_hardware(run.run_dir)
-    plan = decide_order(hardware, resolved)
+    plan = decide_order(run.run_dir, hardware, resolved)
     tracked = start_tracking(run, resolved, hardware, plan)
     base_model = fetch_base_model(resolved, run.run_dir)
     dataset = prepare_dataset(resolved, base_model, run.run_dir)

@@ -1,12 +1,15 @@
 """Plan a comparison: which variant runs when, with which seed, and what is left to run. Pure, but for the task that logs it."""
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from tasks.errors import RefusedInput
+from tasks.files import read_record, write_record
 from tasks.params import ComparisonParams, Params, with_overrides
 from tasks.precision import plan_precision
 from tasks.prediction import with_predictions
@@ -15,7 +18,13 @@ from tasks.request import check_engine, resolve_params
 
 # what a variant may set; all else is the work, which is the same for all
 COMPARED_SECTIONS = ("precision", "training", "memory")
+# the hardware of a comparison's first start
+MACHINE_FILE = "machine.json"
 SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "total_batch_size")
+
+# of a run that is ended from outside time and again
+MAX_STARTS = 3
+SAME_MACHINE = ("device_type", "device_name", "device_count", "num_cpus", "driver_version", "torch_version")
 
 
 def resolve_comparison(
@@ -74,14 +83,30 @@ def variant_params(params: Params, variant: str, seed: int | None) -> Params:
 
 
 @task(cache_policy=NO_CACHE)
-def decide_order(hardware: Hardware, params: Params) -> PrecisionPlan:
-    """Plan the runs and log the order and what is refused."""
+def decide_order(run_dir: Path, hardware: Hardware, params: Params) -> PrecisionPlan:
+    """Plan the runs and log the order and what is refused.
+
+    Raises:
+        RefusedInput: no variant can run here, or the comparison was begun on another machine.
+    """
+    path = run_dir / MACHINE_FILE
+    if not path.is_file():
+        write_record(path, hardware)
+    if others := machine_differences(read_record(path, Hardware), hardware):
+        remedy = "go on with it there, or start a new one"
+        raise RefusedInput(f"comparison {run_dir.name} was begun on another machine or version, {', '.join(others)}; {remedy}")
     plan = plan_comparison(hardware, params)
     logger = get_run_logger()
     logger.info("%s: %s", plan.reason, ", ".join(attempt.name for attempt in plan.attempts))
     for refused in plan.ruled_out:
         logger.warning("variant %s is refused: %s", refused.precision, refused.reason)
     return plan
+
+
+def machine_differences(theirs: Hardware, ours: Hardware) -> list[str]:
+    """Return what sets two machines apart whose times are not comparable, such as 'num_cpus (8, here 2)'."""
+    pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in SAME_MACHINE}
+    return [f"{name} ({there}, here {here})" for name, (there, here) in pairs.items() if there != here]
 
 
 def plan_comparison(hardware: Hardware, params: Params) -> PrecisionPlan:
@@ -117,10 +142,11 @@ def plan_comparison(hardware: Hardware, params: Params) -> PrecisionPlan:
 def predicted_comparison(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Callable[[str], None]) -> PrecisionPlan:
     """Return `plan` with each run's predicted peak, by its variant's own settings."""
     predictions: dict[str, MemoryPrediction | None] = {}
+    once = functools.cache(say)  # of a base model that is not there, not for each variant again
     for attempt in plan.attempts:
         if attempt.variant not in predictions:
             own = variant_params(params, attempt.variant, attempt.seed)
-            (predicted,) = with_predictions(plan.model_copy(update={"attempts": (attempt,)}), hardware, own, say).attempts
+            (predicted,) = with_predictions(plan.model_copy(update={"attempts": (attempt,)}), hardware, own, once).attempts
             predictions[attempt.variant] = predicted.prediction
     attempts = tuple(attempt.model_copy(update={"prediction": predictions[attempt.variant]}) for attempt in plan.attempts)
     return plan.model_copy(update={"attempts": attempts})
@@ -133,10 +159,11 @@ def run_order(asked: ComparisonParams) -> list[tuple[str, int]]:
 
 
 def next_run(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...]) -> Attempt | None:
-    """Return the run to make next: the first that has not ended, in a fresh folder if it was interrupted; None when all have."""
+    """Return the run to make next: the first that has not ended, in a fresh folder if it was cut off; None when all have."""
     for attempt in plan.attempts:
         starts = [done for done in finished if (done.attempt.variant, done.attempt.seed) == (attempt.variant, attempt.seed)]
-        if not starts or (starts[-1].in_earlier_start and starts[-1].outcome.status == "cancelled"):
+        cut_off = bool(starts) and starts[-1].outcome.status == "cancelled"
+        if not starts or (cut_off and (starts[-1].in_earlier_start or len(starts) < MAX_STARTS)):
             return attempt.model_copy(update={"resumption": len(starts)})
     return None
 

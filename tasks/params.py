@@ -253,8 +253,8 @@ class ComparisonParams(Section):
     @model_validator(mode="after")
     def _named(self) -> Self:
         for name in self.variants:
-            if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
-                raise ValueError(f"variants: the name {name!r} is a folder's too; take letters, digits and . _ + - for it")
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+                raise ValueError(f"variants: the name {name!r} is a folder's too; take letters, digits and . _ - for it")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {list(self.seeds)} holds one twice, which would be the same run again")
         return self

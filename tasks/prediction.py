@@ -145,7 +145,7 @@ def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, sa
     model = find_input(PROJECT_DIR, "base_models", base_model_spec(params.base_model), STORE_DIR)
     data = find_input(PROJECT_DIR, "datasets", dataset_spec(params.dataset, params.base_model), STORE_DIR)
     if model is None:
-        say("no peak is predicted: the base model is not built yet; `make data` or a first run builds it")
+        say("no peak is predicted: the base model is not built yet; a first run builds it (that of params/retrain.yaml: make data)")
         return plan
     longest = read_record(data.path / MANIFEST_FILE, DatasetManifest).longest_prompt if data else params.dataset.max_prompt_length
     alone = single_levers(plan.attempts[0].levers)

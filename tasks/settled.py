@@ -12,7 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field, ValidationError
 
-from tasks.comparison import variant_params
+from tasks.comparison import machine_differences, variant_params
 from tasks.comparison_measures import ComparisonRecord
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_record
@@ -30,7 +30,6 @@ FREE_FIELDS = frozenset(
         *(f"training.{name}" for name in ("seed", "max_steps", "save_steps")),
     }
 )
-SAME_MACHINE = ("device_type", "device_name", "device_count", "num_cpus", "driver_version", "torch_version")
 
 
 class Settled(Record):
@@ -102,20 +101,13 @@ def _candidate(record: ComparisonRecord, hardware: Hardware, params: Params) -> 
     variant = record.measured.verdict.best_overall
     theirs = _params(record, variant)
     taken = record.params["comparison"]["variants"].get(variant, {})
-    differences = [*_machine_differences(record.hardware, hardware), *_setting_differences(theirs, params, taken)]
+    differences = [*machine_differences(record.hardware, hardware), *_setting_differences(theirs, params, taken)]
     return _Candidate(record, variant, tuple(differences))
 
 
 def _params(record: ComparisonRecord, variant: str | None) -> Params:
     common = Params.model_validate(record.params)
     return variant_params(common, variant, common.comparison.seeds[0]) if variant else common
-
-
-def _machine_differences(theirs: Hardware, ours: Hardware) -> Iterator[str]:
-    for name in SAME_MACHINE:
-        there, here = getattr(theirs, name), getattr(ours, name)
-        if there != here:
-            yield f"{name} ({there}, here {here})"
 
 
 def _setting_differences(theirs: Params, ours: Params, taken: Mapping[str, Any]) -> Iterator[str]:

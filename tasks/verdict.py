@@ -90,8 +90,9 @@ def _finding(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) 
     best = next((one for one in variants if one not in beaten and all((one, other) in shown for other in variants if other != one)), None)
     if len(variants) == 1:
         best = variants[0] if criterion == "stability" and any(_failed(run) for run in runs) else None
-    winning = sorted((contrast for contrast in pairs if contrast.shown and contrast.better == best), key=lambda contrast: contrast.effect)
-    decides = next(iter(winning or pairs), None)
+    # the next best is the one that is least surely worse: effects of two measures, ratio and difference, have no common order
+    winning = [contrast for contrast in pairs if contrast.shown and contrast.better == best]
+    decides = max(winning, key=lambda contrast: contrast.p_value) if winning else next(iter(pairs), None)
     parts = [_head(criterion, best, bool(pairs), bool(shown)), facts_text(criterion, compared, runs)]
     parts += [contrast_text(contrast) for contrast in pairs if contrast.shown]
     parts += (

@@ -1,12 +1,23 @@
 """The plan of a comparison: what is refused before any work starts, the order of the runs, and what is left to run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from tasks import comparison
-from tasks.comparison import last_starts, next_run, plan_comparison, predicted_comparison, resolve_comparison, run_order, variant_params
+from tasks.comparison import (
+    decide_order,
+    last_starts,
+    next_run,
+    plan_comparison,
+    predicted_comparison,
+    resolve_comparison,
+    run_order,
+    variant_params,
+)
 from tasks.errors import RefusedInput
 from tasks.params import ComparisonParams, Params
 from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, Outcome, PrecisionPlan, Status
@@ -68,6 +79,8 @@ def test_a_variant_of_ones_own_is_any_setting() -> None:
         ({"overrides": ["comparison.variants.x={precision.mod: fp16}"]}, "precision.mod: unknown key; did you mean precision.mode?"),
         ({"overrides": ["comparison.variants.../x={precision.mode: fp16}"]}, "comparison.variants"),
         ({"overrides": ["comparison.variants={'../x': {precision.mode: fp16}}"]}, "'../x' is a folder's too"),
+        # MLflow's keys hold no +
+        ({"overrides": ["comparison.variants={a+b: {precision.mode: fp16}}"]}, "'a+b' is a folder's too"),
         ({"overrides": ["comparison.seeds=[1, 1]"]}, "holds one twice"),
     ],
 )
@@ -112,10 +125,35 @@ def test_a_run_that_failed_is_not_made_again_and_one_that_was_cut_off_is() -> No
     done = (ended(first, "out_of_memory", earlier=True), ended(second, "cancelled", earlier=True))
     again = next_run(plan, done)
     assert again is not None and (again.name, again.resume_from) == ("b-seed1-resumed-1", None)
-    # one that is stopped in this start is not begun again by itself
-    assert next_run(plan, (*done, ended(again, "cancelled"))) == third
+    # ended from outside in this start, it is begun again, three times in all
+    twice = (*done, ended(again, "cancelled"))
+    once_more = next_run(plan, twice)
+    assert once_more is not None and once_more.name == "b-seed1-resumed-2"
+    assert next_run(plan, (*twice, ended(once_more, "cancelled"))) == third
     whole = (*done, ended(again, "succeeded"))
     assert [it.outcome.status for it in last_starts(whole)] == ["out_of_memory", "succeeded"]
+
+
+def test_a_comparison_is_gone_on_with_on_its_own_machine_only(tmp_path: Path) -> None:
+    machine, params = hardware_of("h100_x8"), params_with(a={"precision.mode": "bf16"})
+    with disable_run_logger():
+        plan = decide_order.fn(tmp_path, machine, params)
+        less_free = machine.model_copy(update={"memory_free_bytes": 2**30})
+        assert decide_order.fn(tmp_path, less_free, params) == plan
+        with pytest.raises(RefusedInput, match=r"begun on another machine or version, torch_version \(.*, here 9.0\); go on with it there"):
+            decide_order.fn(tmp_path, machine.model_copy(update={"torch_version": "9.0"}), params)
+
+
+def test_what_keeps_all_variants_from_a_prediction_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_a_model(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Callable[[str], None]) -> PrecisionPlan:
+        say("not built")
+        return plan
+
+    monkeypatch.setattr(comparison, "with_predictions", without_a_model)
+    asked = params_with(a={"precision.mode": "bf16"}, b={"precision.mode": "fp16"})
+    said: list[str] = []
+    predicted_comparison(plan_comparison(hardware_of("h100_x8"), asked), hardware_of("h100_x8"), asked, said.append)
+    assert said == ["not built"]
 
 
 @pytest.mark.parametrize(
