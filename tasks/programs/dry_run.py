@@ -6,10 +6,11 @@ and the rollout's copy are the real ones; only the sampling and GRPO's small ten
 
 import contextlib
 import copy
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.optim import AdamW, GlobalOptimManager
@@ -26,6 +27,12 @@ from tasks.programs.grpo import cast_copy
 from tasks.programs.half_precision import fast_half_matmul, read_head_once
 from tasks.records import MemoryLevers, Phase
 
+# layers of these models differ in nothing, so that a few of them tell what all of them take
+LIKE_LAYERS = frozenset({"llama", "qwen2", "qwen3"})
+FEW_LAYERS = 3
+# so many allocations alike in a row are the same part of the step, where less is such as the norms of all weights, a number for each
+SURE, NEGLIGIBLE_BYTES = 12, 4096
+
 
 class _FakeTensors(FakeTensorMode):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeTensors":
@@ -33,13 +40,26 @@ class _FakeTensors(FakeTensorMode):  # type: ignore[misc]
         return self
 
 
+class Moment(NamedTuple):
+    """A storage was made: its category and size, and what is alive with it, bytes by category."""
+
+    category: str
+    size: int
+    alive: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return all bytes alive."""
+        return sum(self.alive.values())
+
+
 class Ledger(TorchDispatchMode):  # type: ignore[misc]
-    """Follows every tensor's storage from the operation that makes it to its end; `peaks` holds bytes by category for each phase."""
+    """Follows every tensor's storage from the operation that makes it to its end; `moments` holds those of each phase in order."""
 
     def __init__(self, head_widths: frozenset[int]) -> None:
         super().__init__()
         self.category = "activations"
-        self.peaks: dict[Phase, dict[str, int]] = {}
+        self.moments: dict[Phase, list[Moment]] = {}
         self._phase: Phase = "load"
         self._head_widths = head_widths
         self._held: dict[int, tuple[str, int]] = {}
@@ -55,8 +75,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]
 
     def enter(self, phase: Phase) -> None:
         """Count what is alive from here on to another phase."""
+        # modules and their hooks lie in reference cycles, and what they hold must not stay by chance
+        gc.collect()
         self._phase = phase
-        self._note()
+        self._note("", 0)
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Say what tensors are, if it was not known when they were made."""
@@ -77,15 +99,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]
         self._held[key] = (category, storage.nbytes())
         self._live[category] += storage.nbytes()
         weakref.finalize(storage, self._free, key)
-        self._note()
+        self._note(category, storage.nbytes())
 
     def _free(self, key: int) -> None:
         category, size = self._held.pop(key, ("", 0))
         self._live[category] -= size
 
-    def _note(self) -> None:
-        if self._live.total() > sum(self.peaks.get(self._phase, {}).values()):
-            self.peaks[self._phase] = {name: size for name, size in self._live.items() if size}
+    def _note(self, category: str, size: int) -> None:
+        self.moments.setdefault(self._phase, []).append(Moment(category, size, {name: size for name, size in self._live.items() if size}))
 
 
 class _MarkedCache(DynamicCache):  # type: ignore[misc]
@@ -99,18 +120,88 @@ class _MarkedCache(DynamicCache):  # type: ignore[misc]
         return kept
 
 
+class _Count(NamedTuple):
+    moments: dict[Phase, list[Moment]]
+    cache_elements: int
+
+
 def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
     """Return bytes alive by category at the peak of each phase."""
+    depth = config.num_hidden_layers
+    if depth > FEW_LAYERS + 1 and config.model_type in LIKE_LAYERS and len(set(getattr(config, "layer_types", None) or [""])) == 1:
+        few, more = (_count(_with_depth(config, layers), request) for layers in (FEW_LAYERS, FEW_LAYERS + 1))
+        with contextlib.suppress(_Unlike):
+            return _extrapolated(few, more, depth - FEW_LAYERS)
+    count = _count(config, request)
+    peaks = {phase: max(moments, key=lambda moment: moment.total).alive for phase, moments in count.moments.items()}
+    return TensorBytes(phases=peaks, cache_elements=count.cache_elements)
+
+
+def _with_depth(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    smaller = copy.deepcopy(config)
+    smaller.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        smaller.layer_types = config.layer_types[:layers]
+    return smaller
+
+
+def _extrapolated(few: _Count, more: _Count, layers: int) -> TensorBytes:
+    """Return the peaks of a model with `layers` layers more than `few`'s, from its count and one with one layer more.
+
+    What is alive at a moment is linear in the number of layers and in the layer's place, so that a peak lies in a first layer or a
+    last: each moment is followed in the deeper model with the first layers as its own, and again with the last.
+    """
+    peaks: dict[Phase, dict[str, int]] = {}
+    for phase, these in few.moments.items():
+        those = more.moments[phase]
+        pairs = _followed(these, those) + _followed(these[::-1], those[::-1])
+        grown = [
+            {
+                name: one.alive.get(name, 0) + layers * (other.alive.get(name, 0) - one.alive.get(name, 0))
+                for name in one.alive | other.alive
+            }
+            for one, other in pairs
+        ]
+        peaks[phase] = max(grown, key=lambda alive: sum(alive.values()))
+    return TensorBytes(phases=peaks, cache_elements=few.cache_elements + layers * (more.cache_elements - few.cache_elements))
+
+
+def _followed(these: list[Moment], those: list[Moment]) -> list[tuple[Moment, Moment]]:
+    """Return each moment with the one of the deeper model that makes the same; where a loop over layers ends, a layer is passed over."""
+    made, deeper = ([(moment.category, moment.size // NEGLIGIBLE_BYTES) for moment in moments] for moments in (these, those))
+    pairs: list[tuple[Moment, Moment]] = []
+    here = there = 0
+    while here < len(these):
+        if there < len(those) and made[here] == deeper[there]:
+            pairs.append((these[here], those[there]))
+            here, there = here + 1, there + 1
+            continue
+        window = made[here : here + SURE]
+        passed = next((at for at in range(there + 1, len(those)) if deeper[at : at + SURE][: len(window)] == window), None)
+        if passed is None:
+            raise _Unlike
+        there = passed
+    return pairs
+
+
+class _Unlike(Exception):
+    """Two depths make different things."""
+
+
+def _count(config: PreTrainedConfig, request: PeakRequest) -> _Count:
+    """Go through the step with every layer of the model."""
     request = request.model_copy(update={"completion_length": request.levers.max_completion_length or request.completion_length})
     ledger = Ledger(frozenset({config.vocab_size, 32768}) - {config.hidden_size, config.intermediate_size})
     attention = "eager" if request.device_type == "cpu" else "sdpa"
     dtypes = request.precision.autocast_dtype, request.precision.sampling_dtype
-    with _FakeTensors(), ledger, fast_half_matmul(request.device_type, *dtypes):
+    with _without_collections(), _FakeTensors(), ledger, fast_half_matmul(request.device_type, *dtypes):
         ledger.category = "weights"
         dtype = getattr(torch, request.precision.autocast_dtype) if request.levers.lora_rank else torch.float32
         # the model writes its own dtype into the config that it is made from
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
-        loading = {"load": _loading(model, config.dtype or dtype)} if request.device_type == "cpu" else {}
+        loading: dict[Phase, list[Moment]] = {}
+        if request.device_type == "cpu":
+            loading["load"] = [Moment("", 0, _loading(model, config.dtype or dtype))]
         add_fused_lm_head(model, cast_lm_head_to_fp32=request.precision.lm_head_fp32, outputs=("log_probs", "entropy"))
         if request.levers.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -124,7 +215,7 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         buckets = [torch.empty_like(weight) for weight in weights] if request.num_processes > 1 else []
         ledger.category = "activations"
         optimizer = _with_states(weights, model.get_input_embeddings() if request.levers.optimizer_8bit else None, ledger)
-        ledger.peaks.clear()
+        ledger.moments.clear()
         with torch.no_grad():
             cache_elements = _rollout(model, request, ledger)
         model.train()
@@ -139,7 +230,7 @@ def dry_run(config: PreTrainedConfig, request: PeakRequest) -> TensorBytes:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     del reference, buckets
-    return TensorBytes(phases={**loading, **ledger.peaks}, cache_elements=cache_elements)
+    return _Count({**loading, **ledger.moments}, cache_elements)
 
 
 def _loading(model: PreTrainedModel, stored: torch.dtype) -> dict[str, int]:
@@ -174,6 +265,21 @@ def _with_states(weights: list[torch.nn.Parameter], embeddings: torch.nn.Module 
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda weight: ledger.mark([weight.grad], "gradients"))
     return optimizer
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leave garbage to Ledger.enter: collected at any moment it would make two counts differ."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    # what the imports left is not looked through again for each phase
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
