@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from tasks.comparison_records import Contrast, Criterion, Finding, MeasuredRun
-from tasks.paired_tests import ALPHA, SCALES
+from tasks.paired_tests import ALPHA, BASE, SCALES
 
 Runs = Mapping[str, Sequence[MeasuredRun]]
 
@@ -61,9 +61,17 @@ def overall_text(
         first = "; ".join([f"No variant is best overall: between {joined(left)} no difference that these runs can show", *reasons])
     else:
         first = f"No variant is best overall: {left[0]} was compared with none"
-    by_criterion = "; for ".join(f"{finding.criterion}: {finding.best or 'none shown'}" for finding in findings)
+    by_criterion = "; for ".join(f"{finding.criterion}: {_best_text(finding)}" for finding in findings)
     second = f"Best for {by_criterion} (95 % confidence over all of it; {rests_on})"
     return f"{first}.", f"{second}."
+
+
+def _best_text(finding: Finding) -> str:
+    if finding.best:
+        return finding.best
+    shown = [contrast for contrast in finding.contrasts if contrast.shown and BASE not in {contrast.better, contrast.worse}]
+    unbeaten = {contrast.better for contrast in shown} - {contrast.worse for contrast in shown}
+    return " or ".join(sorted(unbeaten)) or "none shown"
 
 
 def _mean(criterion: Criterion, runs: Sequence[MeasuredRun]) -> float | None:

@@ -104,6 +104,7 @@ def test_a_worse_third_variant_leaves_two_between_which_nothing_is_shown() -> No
     assert found.beaten_by(("bf16",)) == {"fp32"}
     assert "no single variant" in found.sentence and "between bf16 and fp16 no difference" in found.sentence
     assert verdict.sentences[0].endswith("between bf16 and fp16 no difference that these runs can show; fp32 shown worse in speed.")
+    assert "for speed: bf16 or fp16; " in verdict.sentences[1]
 
 
 def test_speed_does_not_buy_lost_steps() -> None:

@@ -80,4 +80,4 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path, sec
             time.sleep(0.5)
         else:
             return
-    pytest.fail(f"the Prefect server did not come up:\n{log.read_text()[-3000:]}")
+    pytest.fail(f"the server did not come up:\n{log.read_text()[-3000:]}")

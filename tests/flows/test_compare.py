@@ -75,6 +75,8 @@ def test_every_figure_of_the_report_is_in_mlflow(compared: FlowRun) -> None:
         assert parent.data.metrics[f"serving/{served.precision}/decode_time_ms"] == served.decode_time_ms
     assert parent.data.metrics["training_seconds"] == record.training_seconds
     assert parent.data.tags["verdict"] == " ".join(record.measured.verdict.sentences)
+    description = parent.data.tags["mlflow.note.content"]
+    assert all(child.info.run_id in description for child in its.values()) and "no verdict" in description
     names = {item.path for item in compared.client.list_artifacts(record.tracking_run_id)}
     assert {"report.html", "report.md", "comparison.json", "verdict.json", "runs.json", "curves", "summary.txt"} <= names
 
