@@ -146,7 +146,6 @@ def _by_problem(
 ) -> PairTest:
     net = [sum(ours) - sum(others) for ours, others in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True)]
     num_answers = len(net) * len(mine)
-    # a problem's answers go together over the seeds: the problem is the unit here, as the seed is above
     test = _pair_test("accuracy", me, -sum(net) / num_answers, them, 0.0, error, freedom)
     exact = mcnemar(sum(value > 0 for value in net), sum(value < 0 for value in net))
     # a problem's answers go together over the seeds: the problem is the unit here, as the seed is above
