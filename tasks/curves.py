@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 260, 64, 12, 28, 34
+LEGEND = 390  # where the longest title has ended
 # Okabe and Ito's, told apart by people who see colours otherwise; dashes follow where they run out
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("", "6 3", "2 2")
@@ -70,8 +71,9 @@ def draw(title: str, curves: Sequence[Curve], *, powers_of_two: bool = False) ->
     for value, at in x_ticks:
         parts.append(f'<text x="{at}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">optimizer step</text>')
+    places = _legend([name for name, _ in shown])
     for index, (name, line) in enumerate(shown):
-        parts += _curve(index, name, [(x(at.step), y(at.low), y(at.mean), y(at.high)) for at in line])
+        parts += _curve(index, name, places[index], [(x(at.step), y(at.low), y(at.mean), y(at.high)) for at in line])
     return "\n".join([*parts, "</svg>"])
 
 
@@ -86,14 +88,24 @@ def _axis(values: list[float], start: float, end: float) -> tuple[Callable[[floa
     return place, [(value, place(value)) for value in ticks(low, high)]
 
 
-def _curve(index: int, name: str, line: list[tuple[float, float, float, float]]) -> list[str]:
+def _legend(names: list[str]) -> list[tuple[int, int]]:
+    """Return where each name stands, from left to right beside the title, in further rows where one is full."""
+    places, at, row = [], LEGEND, 14
+    for name in names:
+        width = 34 + 6 * len(name)
+        if at > LEGEND and at + width > WIDTH:
+            at, row = LEGEND, row + 12
+        places.append((at, row))
+        at += width
+    return places
+
+
+def _curve(index: int, name: str, place: tuple[int, int], line: list[tuple[float, float, float, float]]) -> list[str]:
     colour, dash = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
     edge = [f"{x},{low}" for x, low, _, _ in line] + [f"{x},{high}" for x, _, _, high in reversed(line)]
     middle = " ".join(f"{x},{mean}" for x, _, mean, _ in line)
     style = f'stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dash}"' if dash else f'stroke="{colour}" stroke-width="1.6"'
-    at = WIDTH - RIGHT - 90 * (index % 5 + 1)
-    # a legend of more than five goes on in a second row
-    row = 14 + 12 * (index // 5)
+    at, row = place
     return [
         f'<polygon points="{" ".join(edge)}" fill="{colour}" fill-opacity="0.18"/>',
         f'<polyline points="{middle}" fill="none" {style}/>',

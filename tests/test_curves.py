@@ -37,3 +37,13 @@ def test_scales_are_drawn_as_powers_of_two_and_no_point_is_no_curve() -> None:
     drawn = draw("scale", [Curve("fp16", [[(1, 65536.0), (2, 32768.0)]])], powers_of_two=True)
     assert "2^16" in drawn and "2^15" in drawn
     assert draw("reward", [Curve("a", [[]]), Curve("b", [[(1, math.nan)]])]) == ""
+
+
+def test_the_legend_names_the_variants_from_left_to_right_and_none_over_another() -> None:
+    names = ["bf16", "fp16-with-an-fp32-head", "fp32", "lora-16", "lora-16-compact-allocator", "b"]
+    root = ElementTree.fromstring(draw("t", [Curve(name, [[(1, 0.0), (2, 1.0)]]) for name in names]))
+    places = {text.text: (float(text.get("y", "")), float(text.get("x", ""))) for text in root.findall(f"{SVG}text")}
+    found = [places[name] for name in names]
+    assert found == sorted(found) and len({row for row, _ in found}) > 1
+    for name, (row, left), (next_row, next_left) in zip(names, found, found[1:], strict=False):
+        assert next_row > row or next_left >= left + 6 * len(name)

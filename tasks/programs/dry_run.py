@@ -301,10 +301,8 @@ def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> in
     missing = request.completion_length - 2
     if missing > 0:
         for layer in cache.layers:
-            layer.keys, layer.values = (
-                torch.cat([old, old.new_empty(*old.shape[:2], missing, old.shape[3])], 2) for old in (layer.keys, layer.values)
-            )
-            ledger.mark((layer.keys, layer.values), "kv_cache")
+            keys, values = (old.new_empty(*old.shape[:2], missing, old.shape[3]) for old in (layer.keys, layer.values))
+            ledger.mark(layer.update(keys, values), "kv_cache")
     # SamplingRecorder keeps the scores of the last token while the next is made
     following = _scores(policy, rows, 1, request.prompt_length + max(missing, 0), cache)
     (following / 1.0).logsumexp(dim=-1)

@@ -70,6 +70,17 @@ def test_a_model_whose_layers_differ_is_counted_whole(monkeypatch: pytest.Monkey
     assert counted == [6]
 
 
+@pytest.mark.parametrize("window", [8, 32])
+def test_a_sliding_window_bounds_the_cache(window: int) -> None:
+    sizes = {name: getattr(DEEP, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": window}
+    windowed = Qwen2Config(**sizes, num_hidden_layers=2, num_key_value_heads=4, **kinds)
+    found = dry_run.dry_run(windowed, request("fp32"))
+    # 8 rows of 24 tokens of prompt and all of the completion but its last; a window's layer keeps one less than the window
+    tokens = 24 + 16 - 1, window - 1
+    assert found.cache_elements == sum(tokens) * 8 * 2 * DEEP.hidden_size
+
+
 def test_moments_that_are_not_in_the_deeper_model_are_not_made_up() -> None:
     these = [dry_run.Moment("activations", size * 4096, {}) for size in (1, 2, 3)]
     with pytest.raises(dry_run._Unlike):
