@@ -39,7 +39,7 @@ compare: install ## bf16, fp16 and fp32 on the same work, with a verdict (params
 test: install ## the test suite
 	@$(BIN)/python -m pytest
 
-bench-memory: data ## predicted against measured peaks of training, 20 to 45 minutes (FULL=1: the whole grid, hours)
+bench-memory: data ## predicted against measured peaks of training, about 20 minutes (FULL=1: the whole grid, hours)
 	@$(BIN)/python -m tests.bench.memory $(if $(FULL),--full)
 
 test-device: install ## the training program's tests on the GPU at hand
