@@ -109,4 +109,4 @@ def test_the_prediction_is_within_its_error_bound_of_a_measured_peak(
     it = predicted[variant]
     assert it.categories["gradients"] == gradients
     assert it.categories["optimizer_states"] == pytest.approx(states, rel=0.001)
-    assert abs(it.peak_bytes - outcome.peak_memory_bytes) <= it.error_bytes < (0.26 if variant == "compact" else 0.46) * it.peak_bytes
+    assert abs(it.peak_bytes - outcome.peak_memory_bytes) <= it.error_bytes < (0.26 if variant == "compact" else 0.51) * it.peak_bytes
