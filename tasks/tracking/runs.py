@@ -191,7 +191,10 @@ def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def log_rows(client: MlflowClient, run_id: str, rows: Sequence[Mapping[str, object]], file: str) -> None:
-    """Log a table whose rows have the same columns, once."""
-    # log_table appends: a repeated close must not double the rows
-    if rows and not any(item.path == file for item in client.list_artifacts(run_id)):
-        client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, file)
+    """Log a table whose rows have the same columns, in place of what was logged before."""
+    if not rows:
+        return
+    if any(item.path == file for item in client.list_artifacts(run_id)):
+        # log_table appends to what is there, whole or cut off by an interruption
+        client.log_text(run_id, json.dumps({"columns": [], "data": []}), file)
+    client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, file)

@@ -35,6 +35,7 @@ from tasks.tracking.runs import (
     close_open_runs,
     close_parent_run,
     log_dataset,
+    log_rows,
     open_attempt_run,
     open_parent_run,
 )
@@ -180,6 +181,8 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
         tracking_uri=parent.tracking_uri,
         tracking_run_id=parent.run_id,
     )
+    # what an interrupted logging left is replaced
+    log_rows(client_of(parent), parent.run_id, [{"prompt": "cut off"}], "samples.json")
     for _ in range(2):
         close_parent_run(parent, record, joined_steps(finished), (tmp_path / "2" / "train.log",))
     run = client_of(parent).get_run(parent.run_id)
