@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's, told apart by people who see colours otherwise; dashes follow where they run out
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-STYLES = mpl.cycler(linestyle=("solid", "dashed", "dotted")) * mpl.cycler(color=COLOURS)
+STYLES = [style for style in ("solid", "dashed", "dotted") for _ in COLOURS]
 # letters stay letters, and two drawings of the same curves are the same bytes
 SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "halfstep"}
 
@@ -43,7 +44,7 @@ def draw(title: str, curves: Sequence[Curve], *, powers_of_two: bool = False) ->
         return ""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.set_prop_cycle(STYLES)
+    axes.set_prop_cycle(color=COLOURS * 3, linestyle=STYLES)
     for name, values in shown.items():
         (line,) = axes.plot(list(values), [*map(fmean, values.values())], label=name, gid=f"curve-{name}")
         low, high = ([*map(end, values.values())] for end in (min, max))
@@ -53,7 +54,7 @@ def draw(title: str, curves: Sequence[Curve], *, powers_of_two: bool = False) ->
         axes.yaxis.set_major_formatter(lambda value, _: f"2^{math.log2(value):g}")
     axes.set_title(title, loc="left")
     axes.set_xlabel("optimizer step", loc="right")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
     svg = io.StringIO()

@@ -113,12 +113,12 @@ def log_dataset(run: TrackedRun, dataset: DatasetVersion, name: str) -> None:
         log_values(client, run.run_id, {"dataset.dvc_hash": version.dvc_hash, "dataset.restore": source["restore"]}, {})
 
 
-def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, float]], files: tuple[Path, ...]) -> None:
+def close_parent_run(record: RunRecord, steps: list[dict[str, float]], files: tuple[Path, ...]) -> None:
     """Close the run of a whole flow: its record, its evaluation, its checkpoint, and headline figures to compare runs by.
 
     `steps` are the metrics of each step that counts, oldest first; `files` are kept as they are.
     """
-    last = record.attempts[-1]
+    run, last = record.tracked, record.attempts[-1]
     tags: dict[str, object] = {
         "outcome.status": record.status,
         "base_model.dvc_hash": record.base_model.dvc_hash,

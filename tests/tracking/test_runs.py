@@ -25,7 +25,6 @@ from tasks.records import (
     PrecisionPlan,
     RunRecord,
     SampledCompletion,
-    SourceVersion,
     TrackedRun,
 )
 from tasks.tracking.location import open_experiment, tracking_uri, without_passwords
@@ -161,8 +160,8 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
         ),
     )
     record = RunRecord(
-        run_name="x",
-        started_at="now",
+        run=run_folder("x", None),
+        tracked=parent,
         status="succeeded",
         hardware=hardware,
         plan=plan,
@@ -172,12 +171,9 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
         attempts=finished,
         evaluation=evaluation,
         checkpoint=VERSION,
-        source=SourceVersion(git_commit=None, dirty=None),
-        tracking_uri=parent.tracking_uri,
-        tracking_run_id=parent.run_id,
     )
     for _ in range(2):
-        close_parent_run(parent, record, joined_steps(finished), (tmp_path / "2" / "train.log",))
+        close_parent_run(record, joined_steps(finished), (tmp_path / "2" / "train.log",))
     run = client_of(parent).get_run(parent.run_id)
     wanted = {
         "accuracy_base": 0.25,
@@ -197,7 +193,7 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
     assert run.data.tags["precision.ran"] == "fp16"
     assert run.data.tags["checkpoint.dvc_hash"] == HASH
     assert len(json.loads(artifact(parent, "samples.json", tmp_path))["data"]) == 2
-    assert json.loads(artifact(parent, "run.json", tmp_path))["run_name"] == "x"
+    assert json.loads(artifact(parent, "run.json", tmp_path))["run"]["name"] == "x"
     assert artifact(parent, "train.log", tmp_path) == "the log"
 
 
