@@ -117,8 +117,7 @@ def run_values(run: MeasuredRun) -> dict[str, float]:
 
 
 def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path | None, out_file: Path) -> EvaluationRequest:
-    asked = evaluation_request(setting, params, done, model_dir or setting.base_model.path, out_file.parent)
-    return asked.model_copy(update={"out_file": out_file})
+    return evaluation_request(setting, params, done, model_dir or setting.base_model.path, out_file)
 
 
 def _base_request(setting: RunSetting, params: Params, done: FinishedAttempt, folder: Path) -> EvaluationRequest:
