@@ -230,6 +230,7 @@ class EvaluationParams(Section):
 
     batch_size: int = Field(32, ge=1, description="problems answered at once")
     correct_threshold: float = Field(1.0, gt=0, le=1, description="score from which an answer counts as correct")
+    temperature: float = Field(0.0, ge=0, description="0: greedy; otherwise answers are sampled, with the same seed for every model")
     num_samples: int = Field(5, ge=0, description="completions shown before and after")
 
 
