@@ -34,21 +34,13 @@ def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[Fin
     seconds = sum(done.outcome.process_seconds or 0.0 for done in finished)
     interrupted = any(done.in_earlier_start for done in finished)
     record = ComparisonRecord(
-        run_name=setting.run.name,
-        started_at=setting.run.started_at,
-        hardware=setting.hardware,
-        plan=setting.plan,
+        **dict(setting),
         params=params.model_dump(mode="json"),
-        dataset=setting.dataset,
-        base_model=setting.base_model,
         attempts=last_starts(finished),
         measured=measured,
         wall_seconds=None if interrupted else time.time() - psutil.Process().create_time(),
         training_seconds=seconds,
         versions=library_versions(),
-        source=setting.run.source,
-        tracking_uri=setting.tracked.tracking_uri,
-        tracking_run_id=setting.tracked.run_id,
     )
     run_dir, drawn = setting.run.run_dir, figures(record)
     text = report_text(record, drawn)
@@ -89,5 +81,5 @@ def summary_text(record: ComparisonRecord) -> str:
         if run.what_happened
     ]
     lines.append(f"  time        {time_text(record)}")
-    lines.append(f"  look at     runs/{record.run_name}/report.html, and make ui, run {record.tracking_run_id}")
+    lines.append(f"  look at     runs/{record.run_name}/report.html, and make ui, run {record.tracked.run_id}")
     return "\n".join(lines)

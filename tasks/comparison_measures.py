@@ -20,15 +20,11 @@ from tasks.params import Params
 from tasks.program_request import EvaluationRequest, ModelAnswers
 from tasks.records import (
     Accuracy,
-    ArtifactVersion,
-    DatasetVersion,
     FinishedAttempt,
-    Hardware,
     Precision,
     PrecisionPlan,
     Record,
     RunSetting,
-    SourceVersion,
 )
 from tasks.verdict import judge
 
@@ -53,24 +49,15 @@ class Measured(Record):
     verdict: Verdict
 
 
-class ComparisonRecord(Record):
+class ComparisonRecord(RunSetting):
     """A whole comparison, written to ``comparison.json`` and logged to MLflow."""
 
-    run_name: str
-    started_at: str
-    hardware: Hardware
-    plan: PrecisionPlan
     params: dict[str, Any]
-    dataset: DatasetVersion
-    base_model: ArtifactVersion
     attempts: tuple[FinishedAttempt, ...] = Field(description="the last start of each run")
     measured: Measured
     wall_seconds: float | None = Field(description="of the flow's process up to the report; null: the comparison was interrupted")
     training_seconds: float = Field(description="sum over the training processes")
     versions: dict[str, str] = Field(description="of the libraries that train")
-    source: SourceVersion
-    tracking_uri: str
-    tracking_run_id: str
 
 
 @task(cache_policy=NO_CACHE)

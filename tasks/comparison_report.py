@@ -214,7 +214,7 @@ def _method(record: ComparisonRecord) -> list[str]:
         "95 % Wilson intervals.",
         f"Time of the whole comparison: {time_text(record)}.",
         f"Machine: {device}, {machine.num_cpus} CPUs{driver}, {machine.memory_total_bytes / MB:,.0f} MB; {versions}; "
-        f"source {record.source.git_commit or 'not in git'}{' with changes' if record.source.dirty else ''}.",
+        f"source {record.run.source.git_commit or 'not in git'}{' with changes' if record.run.source.dirty else ''}.",
     ]
     if rehearsed:
         lines.append(

@@ -353,6 +353,11 @@ class RunSetting(Record):
     base_model: ArtifactVersion
     dataset: DatasetVersion
 
+    @property
+    def run_name(self) -> str:
+        """Return the run's name."""
+        return self.run.name
+
 
 class RunRecord(RunSetting):
     """A whole run, written to ``run.json`` and logged to MLflow."""
@@ -364,8 +369,3 @@ class RunRecord(RunSetting):
     lost_tokens: int = Field(default=0, description="prompt and completion tokens of those steps")
     evaluation: Evaluation | None = None
     checkpoint: ArtifactVersion | None = None
-
-    @property
-    def run_name(self) -> str:
-        """Return the run's name."""
-        return self.run.name

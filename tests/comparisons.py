@@ -2,18 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from tasks.comparison_records import MeasuredRun
 from tasks.measures import run_measures
-from tasks.records import Outcome
+from tasks.records import Outcome, RunFolder, SourceVersion, TrackedRun
 
 WARMUP_STEPS, NUM_STEPS, NUM_PROBLEMS = 4, 104, 200
+TRACKED = TrackedRun(tracking_uri="none", experiment_id="0", run_id="0")
 OUTCOME = Outcome(status="succeeded", steps_done=NUM_STEPS, total_steps=NUM_STEPS)
 Array = np.ndarray
 # noise with a correlation of 0.5 from one step to the next
 MEMORY = np.linalg.cholesky(0.5 ** np.abs(np.subtract.outer(np.arange(NUM_STEPS), np.arange(NUM_STEPS))))
+
+
+def run_folder(name: str, runs_dir: Path) -> RunFolder:
+    """Return the folder of a comparison that was made from a clean commit."""
+    source = SourceVersion(git_commit="abc", dirty=False)
+    return RunFolder(name=name, run_dir=runs_dir / name, started_at="2026-12-02", flow_run_id=None, flow="compare", source=source)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from tasks.evaluation import accuracy
 from tasks.measures import run_measures
 from tasks.params import Params
 from tasks.program_request import ScoredAnswer
-from tasks.records import ArtifactVersion, DatasetVersion, FinishedAttempt, Outcome, SourceVersion
+from tasks.records import ArtifactVersion, DatasetVersion, FinishedAttempt, Outcome
 from tasks.verdict import judge
+from tests.comparisons import TRACKED, run_folder
 from tests.machines import hardware_of
 
 OUTCOME = Outcome(status="succeeded", peak_memory_bytes=2**30, steps_done=104, total_steps=104)
@@ -74,8 +75,8 @@ def record(tmp_path: Path) -> ComparisonRecord:
     )
     version = ArtifactVersion(path=tmp_path, dvc_hash="0.dir", size_bytes=1, location="store:x")
     return ComparisonRecord(
-        run_name="20261202-a-run",
-        started_at="2026-12-02",
+        run=run_folder("20261202-a-run", tmp_path),
+        tracked=TRACKED,
         hardware=hardware_of("h100_x8"),
         plan=plan,
         params=PARAMS.model_dump(mode="json"),
@@ -86,9 +87,6 @@ def record(tmp_path: Path) -> ComparisonRecord:
         wall_seconds=1234.0,
         training_seconds=1000.0,
         versions={"torch": "2.13.0"},
-        source=SourceVersion(git_commit="abc", dirty=False),
-        tracking_uri="none",
-        tracking_run_id="0",
     )
 
 

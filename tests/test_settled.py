@@ -15,10 +15,10 @@ from tasks.errors import RefusedInput
 from tasks.files import write_record
 from tasks.params import Params, with_overrides
 from tasks.precision import plan_precision
-from tasks.records import ArtifactVersion, DatasetVersion, SourceVersion
+from tasks.records import ArtifactVersion, DatasetVersion
 from tasks.settled import settle, take_over
 from tasks.verdict import judge
-from tests.comparisons import Plant, comparison
+from tests.comparisons import TRACKED, Plant, comparison, run_folder
 from tests.machines import hardware_of
 
 MACHINE = hardware_of("h100_x8")
@@ -47,8 +47,8 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
         runs = tuple(run.model_copy(update=ended) if run.variant == diverged else run for run in runs)
         version = ArtifactVersion(path=tmp_path, dvc_hash="0.dir", size_bytes=1, location="store:x")
         record = ComparisonRecord(
-            run_name=name,
-            started_at="2026-12-02T01:00:00+00:00",
+            run=run_folder(name, tmp_path),
+            tracked=TRACKED,
             hardware=MACHINE,
             plan=plan_comparison(MACHINE, params),
             params=params.model_dump(mode="json"),
@@ -59,9 +59,6 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
             wall_seconds=None,
             training_seconds=1,
             versions={},
-            source=SourceVersion(git_commit=None, dirty=None),
-            tracking_uri="sqlite://",
-            tracking_run_id="0",
         )
         (tmp_path / name).mkdir()
         write_record(tmp_path / name / "comparison.json", record)

@@ -36,7 +36,6 @@ def build(request: BaseModelRequest) -> None:
             model, tokenizer = load_smollm2(folder / "package")
         else:
             model, tokenizer = make_scratch_model(request.base_model)
-        _check(model, tokenizer)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         num_parameters = sum(weight.numel() for weight in model.parameters())
@@ -45,19 +44,6 @@ def build(request: BaseModelRequest) -> None:
         for path in folder.iterdir():
             path.chmod(0o644)  # safetensors writes files that only their owner may read
     print(f"progress: base model {request.base_model.source}: {num_parameters:,} parameters in {request.out_dir}")
-
-
-def _check(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    text = "What is 12 + 7? It is 19.\n"
-    faults = [
-        (tokenizer.eos_token_id is None or tokenizer.pad_token_id is None, "the tokenizer has no end or no padding token"),
-        (len(tokenizer) > model.config.vocab_size, f"{len(tokenizer)} tokens for {model.config.vocab_size} rows of the embedding"),
-        (tokenizer.decode(tokenizer(text)["input_ids"]) != text, "the tokenizer does not give back the text it was given"),
-        (not all(torch.isfinite(weight).all() for weight in model.parameters()), "a weight is not finite"),
-    ]
-    for wrong, message in faults:
-        if wrong:
-            raise HalfstepError(f"the base model cannot be used: {message}")
 
 
 def load_smollm2(work_dir: Path) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:

@@ -109,13 +109,12 @@ def _failing_row(scorer: Scorer, completions: Sequence[str], rows: Sequence[Row]
 
 
 def _fault(value: Any) -> str | None:
-    if value is None:
-        return "is None"
-    if isinstance(value, str | bytes):
-        return f"{value!r} is text, not a number"
     try:
-        number = float(value)  # takes numpy and torch scalars too
+        # takes numpy and torch scalars too
+        number = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
+        number = None
+    if number is None:
         return f"{value!r} is a {type(value).__name__}, not a number"
     return None if math.isfinite(number) else f"is {number}"
 

@@ -12,7 +12,7 @@ from tests.flow_runs import FlowRun
 
 def runs_by_name(run: FlowRun) -> dict[str, Run]:
     """Return the child runs of a comparison."""
-    parent = run.client.get_run(run.comparison.tracking_run_id)
+    parent = run.client.get_run(run.comparison.tracked.run_id)
     found = run.client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     return {child.info.run_name: child for child in found}
 
@@ -20,7 +20,7 @@ def runs_by_name(run: FlowRun) -> dict[str, Run]:
 def every_figure_is_in_mlflow(compared: FlowRun) -> None:
     """Check the measures of runs and variants, the served checkpoint, the verdict's findings and each of its contrasts."""
     record, its = compared.comparison, runs_by_name(compared)
-    parent = compared.client.get_run(record.tracking_run_id)
+    parent = compared.client.get_run(record.tracked.run_id)
     for run in record.measured.runs:
         child = its[f"{run.variant}-seed{run.seed}"]
         assert (child.data.tags["variant"], child.data.tags["seed"]) == (run.variant, str(run.seed))
@@ -41,7 +41,7 @@ def every_figure_is_in_mlflow(compared: FlowRun) -> None:
         assert parent.data.tags[f"verdict.{finding.criterion}"] == finding.sentence
         for name in ("effect", "low", "high", "p_value"):
             assert parent.data.metrics.get(f"verdict/{finding.criterion}/{name}") == getattr(finding, name)
-    names = {item.path for item in compared.client.list_artifacts(record.tracking_run_id)}
+    names = {item.path for item in compared.client.list_artifacts(record.tracked.run_id)}
     assert {"report.html", "report.md", "comparison.json", "verdict.json", "runs.json", "curves", "summary.txt"} <= names
     contrasts = [contrast.model_dump() for finding in verdict.findings for contrast in finding.contrasts]
     if contrasts:

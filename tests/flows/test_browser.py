@@ -128,7 +128,7 @@ def opened(chromium: "Browser") -> Iterator[Opened]:
 
 def links(opened: Opened, mlflow_url: str, compared: FlowRun) -> dict[str, str]:
     """Open the comparison's run in MLflow and return the links of its description."""
-    run = compared.client.get_run(compared.comparison.tracking_run_id)
+    run = compared.client.get_run(compared.comparison.tracked.run_id)
     opened.page.goto(f"{mlflow_url}#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}")
     description = opened.page.locator("ul", has=opened.page.get_by_role("link", name="every curve"))
     description.wait_for()

@@ -53,7 +53,7 @@ def test_few_steps_are_indicative_and_give_no_verdict(compared: FlowRun) -> None
 
 def test_every_figure_of_the_report_is_in_mlflow(compared: FlowRun) -> None:
     every_figure_is_in_mlflow(compared)
-    assert "no verdict" in compared.client.get_run(compared.comparison.tracking_run_id).data.tags["mlflow.note.content"]
+    assert "no verdict" in compared.client.get_run(compared.comparison.tracked.run_id).data.tags["mlflow.note.content"]
 
 
 def test_every_step_is_in_mlflow_under_the_same_keys(compared: FlowRun) -> None:

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.errors import HalfstepError
@@ -54,6 +55,15 @@ def test_smollm2_is_dense_bf16_with_its_chat_template(smollm2_dir: Path) -> None
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.convert_ids_to_tokens(tokenizer("<|im_end|>12")["input_ids"]) == ["<|im_end|>", "1", "2"]
+
+
+@pytest.mark.parametrize("fixture", ["scratch_model_dir", "smollm2_dir"])
+def test_a_base_model_can_be_trained_with_its_tokenizer(request: pytest.FixtureRequest, fixture: str) -> None:
+    folder, text = request.getfixturevalue(fixture), "What is 12 + 7? It is 19.\n"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert None not in (tokenizer.eos_token_id, tokenizer.pad_token_id) and len(tokenizer) <= model.config.vocab_size
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert all(torch.isfinite(weight).all() for weight in model.parameters())
 
 
 def test_smollm2_knows_what_it_learned(smollm2_dir: Path) -> None:

@@ -66,10 +66,10 @@ def test_numbers_of_other_libraries_are_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("return [1.0, None]", r"row 1: the score is None.*'b'.*What is 5 \+ 7"),
+        ("return [1.0, None]", r"row 1: the score None is a NoneType, not a number.*'b'.*What is 5 \+ 7"),
         ("return [float('nan'), 1.0]", "row 0: the score is nan.*'a'"),
         ("return [1.0, float('inf')]", "row 1: the score is inf"),
-        ("return [1.0, 'good']", "row 1: the score 'good' is text, not a number"),
+        ("return [1.0, 'good']", "row 1: the score 'good' is a str, not a number"),
         ("return [1.0, [2.0]]", r"row 1: the score \[2.0\] is a list, not a number"),
         ("return [1.0]", "asked for 2, found 1; wrong from row 1 on"),
         ("return [1.0, 2.0, 3.0]", "asked for 2, found 3; wrong from row 2 on"),
