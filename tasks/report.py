@@ -34,14 +34,14 @@ def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
 
 
 def prediction_text(prediction: MemoryPrediction) -> str:
-    """Return a predicted peak, its error bound, what is available, and what the peak is made of."""
-    error = round(100 * prediction.error_bytes / prediction.peak_bytes)
+    """Return a predicted peak with its lower and upper bound, what is available, and what the peak is made of."""
+    least, peak, most = (f"{size / MB:,.0f}" for size in (prediction.least_bytes, prediction.peak_bytes, prediction.most_bytes))
     available = ""
     if prediction.available_bytes is not None:
-        verdict = "fits" if prediction.surely_fits else "may fit" if prediction.fits else "does not fit"
+        verdict = "fits" if prediction.surely_fits else "may not fit" if prediction.fits else "does not fit"
         available = f" of {prediction.available_bytes / MB:,.0f} MB available: {verdict}"
     shown = _by_category(prediction.categories)
-    return f"predicted peak {prediction.peak_bytes / MB:,.0f} MB +- {error} % in the {prediction.phase}{available} ({shown})"
+    return f"predicted peak {peak} MB ({least} to {most}) in the {prediction.phase}{available} ({shown})"
 
 
 def effect_text(effect: LeverEffect) -> str:

@@ -17,7 +17,8 @@ from tests.machines import hardware_of
 
 MADE = MemoryPrediction(
     peak_bytes=200 * MB,
-    error_bytes=20 * MB,
+    least_bytes=180 * MB,
+    most_bytes=300 * MB,
     phase="backward",
     categories={"weights": 50 * MB, "optimizer_states": 149 * MB, "logits": MB},
     phases={"rollout": 100 * MB, "backward": 200 * MB},
@@ -52,11 +53,11 @@ def settings(**changed: object) -> list[tuple[Precision, MemoryLevers]]:
     return [(planned.precision, planned.levers.model_copy(update=changed))]
 
 
-@pytest.mark.parametrize(("available", "verdict"), [(220, "fits"), (219, "may fit"), (180, "may fit"), (179, "does not fit")])
-def test_only_beyond_the_error_bound_is_a_verdict_certain(available: int, verdict: str) -> None:
+@pytest.mark.parametrize(("available", "verdict"), [(300, "fits"), (299, "may not fit"), (180, "may not fit"), (179, "does not fit")])
+def test_only_beyond_the_bounds_is_a_verdict_certain(available: int, verdict: str) -> None:
     asked = MADE.model_copy(update={"available_bytes": available * MB})
     assert asked.fits == (verdict != "does not fit")
-    start = f"predicted peak 200 MB +- 10 % in the backward of {available} MB available: {verdict}"
+    start = f"predicted peak 200 MB (180 to 300) in the backward of {available} MB available: {verdict}"
     assert prediction_text(asked) == f"{start} (optimizer states 149, weights 50, logits 1)"
 
 
