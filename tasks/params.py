@@ -366,6 +366,13 @@ def dotted(tree: Any, prefix: str = "") -> Any:
     return rows
 
 
+def differences(old: Params, new: Params) -> dict[str, tuple[Any, Any]]:
+    """Return the values that set two params apart, old and new, by dotted path."""
+    before, after = (dotted(params.model_dump(mode="json")) for params in (old, new))
+    paths = dict.fromkeys((*before, *after))
+    return {path: (before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)}
+
+
 def _fault(details: ErrorDetails) -> str:
     # pydantic names the chosen member of a union inside the path; people never wrote it
     tags = {"smollm2-135m-instruct", "scratch", "reasoning_gym", "byte_prompts"}

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from tasks.errors import HalfstepError
 from tasks.files import read_record
+from tasks.hardware import free_memory
 from tasks.levers import changes, single_levers, thriftier
 from tasks.memory import MB
 from tasks.next_attempt import SHORT
@@ -135,7 +136,9 @@ def what_would_fit(setting: RunSetting, params: Params, finished: tuple[Finished
 
 def _of_run(setting: RunSetting, params: Params, say: Say) -> Forecast:
     prompt_length = read_record(setting.dataset.version.path / MANIFEST_FILE, DatasetManifest).longest_prompt
-    return Forecast(setting.hardware, params, setting.base_model.path, prompt_length, say)
+    # what others hold may have changed since the flow began
+    hardware = setting.hardware.model_copy(update={"memory_free_bytes": free_memory(setting.hardware)})
+    return Forecast(hardware, params, setting.base_model.path, prompt_length, say)
 
 
 def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Say) -> PrecisionPlan:

@@ -334,6 +334,7 @@ class RunFolder(Record):
     flow_run_id: str | None
     flow: str = Field(default="retrain", description="the flow it is a run of")
     source: SourceVersion
+    changes: tuple[str, ...] = Field(default=(), description="what each resume set otherwise in the params, old -> new")
 
 
 class TrackedRun(Record):

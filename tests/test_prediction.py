@@ -3,18 +3,23 @@
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
+from tasks import hardware as hardware_module
 from tasks import prediction
 from tasks.files import write_record
+from tasks.host_memory import HostMemory
 from tasks.memory import MB
 from tasks.params import Params
 from tasks.peak_memory import PredictionRequest
 from tasks.precision import plan_precision
-from tasks.prediction import Forecast
-from tasks.records import MemoryLevers, MemoryPrediction, Precision
+from tasks.prediction import Forecast, predict_peak
+from tasks.records import ArtifactVersion, DatasetVersion, MemoryLevers, MemoryPrediction, Precision, RunSetting
 from tasks.report import prediction_text
+from tasks.specs import DatasetManifest
 from tests.machines import hardware_of
 
+COUNTS = ("num_train", "num_eval", "num_dropped", "num_repeats", "num_held_out_in_train", "longest_prompt")
 MADE = MemoryPrediction(
     peak_bytes=200 * MB,
     least_bytes=180 * MB,
@@ -90,6 +95,29 @@ def test_a_kept_prediction_that_cannot_be_read_is_made_again(tmp_path: Path, ask
         kept.write_text(broken)
         assert forecast(tmp_path / "a").predict(settings())[0].peak_bytes == MADE.peak_bytes
     assert len(asked) == 4
+
+
+def test_what_is_free_is_read_again_before_each_attempt(
+    tmp_path: Path, asked: list[PredictionRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, hardware = Params(), hardware_of("cpu_epyc_9r14")
+    plan = plan_precision(hardware, params)
+    write_record(tmp_path / "a" / "manifest.json", DatasetManifest(**{**dict.fromkeys(COUNTS, 1), "spec": {}}))
+    version = ArtifactVersion(path=tmp_path / "a", dvc_hash="0.dir", size_bytes=0, location="nowhere")
+    setting = RunSetting.model_construct(
+        hardware=hardware, plan=plan, base_model=version, dataset=DatasetVersion(version=version, num_train=1, num_eval=1, num_dropped=0)
+    )
+    memory = HostMemory(source="a test", total_bytes=2**40, available_bytes=500 * MB)
+    with disable_run_logger():
+        for available, fits in ((500, True), (450, False)):
+            now = memory.model_copy(update={"available_bytes": available * MB})
+            monkeypatch.setattr(hardware_module, "read_host_memory", lambda now=now: now)
+            made = predict_peak.fn(plan.attempts[0], setting, params).prediction
+            assert made and (made.available_bytes, made.fits) == ((available - 300) * MB, fits)
+
+
+def test_what_is_free_on_this_machine_is_read() -> None:
+    assert 2**20 < hardware_module.free_memory(hardware_of("cpu_epyc_9r14")) < 2**50
 
 
 def test_several_processes_share_the_hosts_memory_and_have_a_device_each(tmp_path: Path, asked: list[PredictionRequest]) -> None:

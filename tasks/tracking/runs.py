@@ -12,7 +12,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from tasks.memory import MB
 from tasks.params import Params
 from tasks.records import Attempt, DatasetVersion, Evaluation, Hardware, Outcome, PrecisionPlan, RunFolder, RunRecord, Status, TrackedRun
-from tasks.tracking.entities import MAX_METRICS_PER_CALL, MetricsLine, as_metrics, flatten, log_params, log_values
+from tasks.tracking.entities import MAX_METRICS_PER_CALL, MetricsLine, as_metrics, entity_name, flatten, log_params, log_values
 from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -34,6 +34,7 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
         "mlflow.source.git.commit": run.source.git_commit,
         "git.commit": run.source.git_commit,
         "git.dirty": run.source.dirty,
+        "params.set_on_resume": "; ".join(run.changes) or None,
         "plan.reason": plan.reason,
         "plan.attempts": ", ".join(attempt.name for attempt in plan.attempts),
         "plan.ruled_out": "; ".join(f"{other.precision}: {other.reason}" for other in plan.ruled_out) or None,
@@ -47,7 +48,9 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
         same = {"halfstep.run_name": run.name, "halfstep.started_at": run.started_at}
         run_id = _open(client, experiment_id, run.name, same, tags)
         client.update_run(run_id, status="RUNNING")
-        log_params(client, run_id, flatten(resolved))
+        # a param cannot be logged again with another value: what a resume set is in a tag, and whole in params.yaml
+        kept = client.get_run(run_id).data.params
+        log_params(client, run_id, {key: value for key, value in flatten(resolved).items() if entity_name(key) not in kept})
         client.log_text(run_id, hardware.model_dump_json(indent=2), "hardware.json")
         client.log_text(run_id, plan.model_dump_json(indent=2), "plan.json")
         client.log_text(run_id, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), "params.yaml")

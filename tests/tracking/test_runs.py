@@ -115,6 +115,19 @@ def test_a_repeated_open_goes_on_with_the_same_run(parent: TrackedRun, state_dir
     assert open_parent_run(later, state_dir, Params(), hardware, plan) != parent
 
 
+def test_what_a_resume_set_otherwise_is_a_tag_beside_the_params_of_the_first_start(
+    parent: TrackedRun, state_dir: Path, plan: PrecisionPlan, hardware: Hardware, tmp_path: Path
+) -> None:
+    name = "test_what_a_resume_set_otherwise_is_a_tag_beside_the_params_of_the_first_start"
+    folder = run_folder(name, "f").model_copy(update={"changes": ("memory.budget_mb None -> 900.0", "memory.preflight skip -> warn")})
+    params = Params.model_validate({"memory": {"budget_mb": 900, "preflight": "warn"}})
+    assert open_parent_run(folder, state_dir, params, hardware, plan) == parent
+    run = client_of(parent).get_run(parent.run_id)
+    assert run.data.params["memory.budget_mb"] == "None"
+    assert run.data.tags["params.set_on_resume"] == "memory.budget_mb None -> 900.0; memory.preflight skip -> warn"
+    assert yaml.safe_load(artifact(parent, "params.yaml", tmp_path))["memory"]["budget_mb"] == 900
+
+
 def test_each_attempt_is_a_child_run_with_its_outcome(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     first, second = (open_attempt_run(parent, attempt) for attempt in plan.attempts)
     close_attempt_run(first, SHORTAGE, write_steps(tmp_path / "1", {}))
