@@ -29,7 +29,8 @@ def baseline_levers(params: Params) -> MemoryLevers:
 
 def retry_levers(baseline: MemoryLevers, retry: RetryParams) -> MemoryLevers:
     """Return the levers of a retry, derived from the baseline's; the effective batch stays the same."""
-    smaller = with_lever(baseline, "per_device_train_batch_size", baseline.per_device_train_batch_size // retry.micro_batch_divisor)
+    micro_batch = baseline.per_device_train_batch_size
+    smaller = with_lever(baseline, "per_device_train_batch_size", micro_batch // retry.divisor(micro_batch))
     pulled = ("gradient_checkpointing", "optimizer_8bit", "compact_allocator", "lora_rank", "max_completion_length")
     return smaller.model_copy(update={name: getattr(retry, name) or getattr(baseline, name) for name in pulled})
 
@@ -77,7 +78,9 @@ def levers_pulled(old: MemoryLevers, new: MemoryLevers) -> str:
     pulled = [f"{lever}{' (changes the task)' * (lever in TASK_CHANGING)} {text}" for lever, text, _ in changes(old, new)]
     if not pulled:
         return "No lever is pulled: only a smaller rollout chunk, after a shortage in the rollout, can free memory"
-    return f"Levers pulled: {', '.join(pulled)}; the effective batch stays {new.effective_batch_size}"
+    size = new.per_device_train_batch_size
+    stays = f"the micro-batch stays {size}, " if size == old.per_device_train_batch_size else ""
+    return f"Levers pulled: {', '.join(pulled)}; {stays}the effective batch stays {new.effective_batch_size}"
 
 
 def single_levers(levers: MemoryLevers) -> list[Change]:

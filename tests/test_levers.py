@@ -33,6 +33,9 @@ def test_every_lever_is_named_old_and_new_and_what_changes_the_task_says_so() ->
         "Levers pulled: micro-batch 8 -> 4, gradient checkpointing off -> on, 8-bit optimizer states off -> on, compact allocator "
         "off -> on, LoRA rank (changes the task) all -> 16, completion length (changes the task) all -> 8; the effective batch stays 32"
     )
+    one = old.model_copy(update={"per_device_train_batch_size": 1})
+    told = "Levers pulled: gradient checkpointing off -> on; the micro-batch stays 1, the effective batch stays 4"
+    assert levers_pulled(one, retry_levers(one, RetryParams())) == told
     unchanged = retry_levers(old, RetryParams(micro_batch_divisor=1, gradient_checkpointing=False))
     assert levers_pulled(old, unchanged).startswith("No lever is pulled")
 

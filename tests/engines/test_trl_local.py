@@ -123,6 +123,21 @@ def test_what_depends_on_the_micro_batch_is_refused_with_the_reason() -> None:
         TrlLocal().check(hardware, Params.model_validate({"training": {"engine_args": {"top_entropy_quantile": 0.2}}}))
 
 
+def test_a_retry_that_divides_nothing_is_named_as_the_remedy_and_taken() -> None:
+    tree = {"training": {"engine_args": {"top_entropy_quantile": 0.2}}}
+    with pytest.raises(RefusedInput, match=r"set 'memory\.retries=\[\{micro_batch_divisor: 1\}\]'"):
+        TrlLocal().check(hardware_of(CPU), Params.model_validate(tree))
+    TrlLocal().check(hardware_of(CPU), parse_params({**tree, "memory": {"retries": [{"micro_batch_divisor": 1}]}}, "remedied"))
+
+
+def test_a_budget_above_the_hard_limit_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8000 * MB, 8000 * MB))
+    with pytest.raises(RefusedInput, match=r"budget_mb is 9,000, but .* 8,000 MB at most \(ulimit -Hd\); lower it"):
+        TrlLocal().check(hardware_of(CPU), Params.model_validate({"memory": {"budget_mb": 9000}}))
+    TrlLocal().check(hardware_of(CPU), Params.model_validate({"memory": {"budget_mb": 7000}}))
+    TrlLocal().check(hardware_of("rtx_2080_ti_x4"), Params.model_validate({"memory": {"budget_mb": 9000}}))
+
+
 def test_each_rank_takes_a_device_of_its_own(tmp_path: Path) -> None:
     params = Params.model_validate({"training": {"strategy": "ddp", "num_processes": 4}})
     for machine in ("rtx_2080_ti_x4", CPU):
