@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from prefect import task
@@ -13,7 +14,7 @@ from tasks.files import read_record, write_record
 from tasks.params import ComparisonParams, Params, with_overrides
 from tasks.precision import plan_precision
 from tasks.prediction import with_predictions
-from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, PrecisionPlan, RuledOut
+from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, PrecisionPlan, Record, RuledOut
 from tasks.request import check_engine, resolve_params
 
 # what a variant may set; all else is the work, which is the same for all
@@ -25,6 +26,12 @@ SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "t
 # of a run that is ended from outside time and again
 MAX_STARTS = 3
 SAME_MACHINE = ("device_type", "device_name", "device_count", "num_cpus", "driver_version", "torch_version")
+LIBRARIES = ("torch", "transformers", "trl", "accelerate")
+
+
+class _Begun(Record):
+    hardware: Hardware
+    versions: dict[str, str]
 
 
 def resolve_comparison(
@@ -47,6 +54,8 @@ def resolve_comparison(
         raise RefusedInput(
             f"--variants {','.join(variants or ())}: {unknown[0]!r} is none of comparison.variants ({', '.join(asked.variants)})"
         )
+    if variants and len(set(variants)) < len(variants):
+        raise RefusedInput(f"--variants {','.join(variants)}: name each variant once; for more runs of each: --seeds N")
     if seeds is not None and seeds < 1:
         raise RefusedInput(f"--seeds {seeds}: take 1 or more, the number of rounds")
     chosen = {name: asked.variants[name] for name in variants or asked.variants}
@@ -89,10 +98,13 @@ def decide_order(run_dir: Path, hardware: Hardware, params: Params) -> Precision
     Raises:
         RefusedInput: no variant can run here, or the comparison was begun on another machine.
     """
-    path = run_dir / MACHINE_FILE
+    path, versions = run_dir / MACHINE_FILE, library_versions()
     if not path.is_file():
-        write_record(path, hardware)
-    if others := machine_differences(read_record(path, Hardware), hardware):
+        write_record(path, _Begun(hardware=hardware, versions=versions))
+    begun = read_record(path, _Begun)
+    others = machine_differences(begun.hardware, hardware)
+    others += [f"{name} ({begun.versions.get(name)}, here {ours})" for name, ours in versions.items() if begun.versions.get(name) != ours]
+    if others:
         remedy = "go on with it there, or start a new one"
         raise RefusedInput(f"comparison {run_dir.name} was begun on another machine or version, {', '.join(others)}; {remedy}")
     plan = plan_comparison(hardware, params)
@@ -101,6 +113,11 @@ def decide_order(run_dir: Path, hardware: Hardware, params: Params) -> Precision
     for refused in plan.ruled_out:
         logger.warning("variant %s is refused: %s", refused.precision, refused.reason)
     return plan
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that train."""
+    return {name: version(name) for name in LIBRARIES}
 
 
 def machine_differences(theirs: Hardware, ours: Hardware) -> list[str]:

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from importlib.metadata import version
 
 import psutil
 from prefect import task
@@ -11,9 +10,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from tasks.attempt_log import deliver
-from tasks.comparison import last_starts
+from tasks.comparison import last_starts, library_versions
 from tasks.comparison_measures import ComparisonRecord, Measured, variant_means
-from tasks.comparison_report import figures, page, report_text, shown, with_images
+from tasks.comparison_report import figures, page, report_text, shown, time_text, with_images
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
 from tasks.params import Params
@@ -22,7 +21,6 @@ from tasks.run_folder import COMPARISON_FILE
 from tasks.run_log import NETWORK_RETRIES
 from tasks.tracking.comparisons import log_comparison
 
-LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 SUMMARY_MEASURES = {"reward": "reward", "accuracy": "accuracy", "step_time_ms": "ms a step", "peak_memory_mb": "MB at the peak"}
 
 
@@ -47,7 +45,7 @@ def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[Fin
         measured=measured,
         wall_seconds=None if interrupted else time.time() - psutil.Process().create_time(),
         training_seconds=seconds,
-        versions={name: version(name) for name in LIBRARIES},
+        versions=library_versions(),
         source=setting.run.source,
         tracking_uri=setting.tracked.tracking_uri,
         tracking_run_id=setting.tracked.run_id,
@@ -90,8 +88,6 @@ def summary_text(record: ComparisonRecord) -> str:
         for run in runs
         if run.what_happened
     ]
-    wall = f"{record.wall_seconds:,.0f} s" if record.wall_seconds else "not known (interrupted)"
-    ratio = f", {record.wall_seconds / record.training_seconds:.2f} times" if record.wall_seconds and record.training_seconds else ""
-    lines.append(f"  time        {wall}{ratio}; the training processes took {record.training_seconds:,.0f} s")
+    lines.append(f"  time        {time_text(record)}")
     lines.append(f"  look at     runs/{record.run_name}/report.html, and make ui, run {record.tracking_run_id}")
     return "\n".join(lines)

@@ -32,6 +32,8 @@ from tasks.records import (
 )
 from tasks.verdict import judge
 
+DEVICE_PEAK = "peak_memory_mb_device_"
+
 
 class ServedFormat(Record):
     """One checkpoint, answering the held-out set in one format."""
@@ -106,13 +108,16 @@ def variant_means(runs: tuple[MeasuredRun, ...]) -> dict[str, dict[str, float]]:
 
 def run_values(run: MeasuredRun) -> dict[str, float]:
     """Return the measures of one run that have a value; none of a run that failed."""
-    known = run.measures.model_dump(exclude={"peak_memory_mb_by_device"}) if run.measures else {}
+    if run.measures is None:
+        return {}
+    known = run.measures.model_dump(exclude={"peak_memory_mb_by_device"})
+    peaks = run.measures.peak_memory_mb_by_device
+    known |= {f"{DEVICE_PEAK}{at}": peak for at, peak in enumerate(peaks)} if len(peaks) > 1 else {}
     return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path | None, out_file: Path) -> EvaluationRequest:
-    asked = evaluation_request(setting, params, done, model_dir or setting.base_model.path, out_file.parent)
-    return asked.model_copy(update={"out_file": out_file})
+    return evaluation_request(setting, params, done, model_dir or setting.base_model.path, out_file)
 
 
 def _base_request(setting: RunSetting, params: Params, done: FinishedAttempt, folder: Path) -> EvaluationRequest:

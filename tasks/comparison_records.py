@@ -25,7 +25,7 @@ class RunMeasures(Record):
     reward: float | None = Field(description="mean over the last fifth of the steps")
     reward_spread: float | None = Field(description="standard deviation of the detrended curve; null: not logged, as below")
     entropy_spread: float | None
-    grad_norm_spread: float | None
+    grad_norm_spread: float | None = Field(description="of its logarithm: one variant's gradients may be small as a whole")
     skipped_steps: int = Field(description="of the whole run: a scaler that settles skips its steps at the start")
     lowest_loss_scale: float | None = Field(description="of the whole run; null without a grad scaler")
     nan_events: int = Field(description="steps, not skipped, with a loss, reward, entropy or gradient norm that is not finite; whole run")
@@ -78,6 +78,7 @@ class Contrast(Record):
     high: float
     p_value: float = Field(description="adjusted for every comparison of the verdict")
     shown: bool = Field(description="significant, and of a size that matters")
+    collapsed: bool = Field(default=False, description="narrower curves with a lower reward, which count for nothing")
 
 
 class Finding(Record):
@@ -104,3 +105,4 @@ class Verdict(Record):
     sentences: tuple[str, str] = Field(description="for the head of the report")
     indicative: bool = Field(description="too few steps or seeds: no verdict is given")
     best_overall: str | None
+    only_finished: str | None = Field(default=None, description="the others ran out of memory or diverged; counted, not tested")

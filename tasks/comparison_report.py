@@ -9,7 +9,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from tasks.attempt_files import read_steps
-from tasks.comparison_measures import ComparisonRecord, run_values, variant_means
+from tasks.comparison_measures import DEVICE_PEAK, ComparisonRecord, run_values, variant_means
 from tasks.comparison_records import MeasuredRun
 from tasks.curves import Curve, draw
 from tasks.memory import MB
@@ -109,6 +109,13 @@ def with_images(text: str, drawn: Mapping[str, str]) -> str:
     return re.sub(r"\((curves/\w+\.svg)\)", lambda found: f"(data:image/svg+xml;base64,{data[_figure(found[1])]})", text)
 
 
+def time_text(record: ComparisonRecord) -> str:
+    """Return the comparison's wall time beside the sum of its training processes."""
+    wall, training = record.wall_seconds, record.training_seconds
+    ratio = f", {wall / training:.2f} times" if wall and training else ""
+    return f"{f'{wall:,.0f} s' if wall else 'not known (interrupted)'}{ratio}; the training processes took {training:,.0f} s"
+
+
 def shown(value: float | None) -> str:
     """Return a number with four digits, as every table here has it."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -135,12 +142,10 @@ def _variants(record: ComparisonRecord) -> str:
         f"{sum(run.status == 'succeeded' for run in runs if run.variant == name)} of {sum(run.variant == name for run in runs)}"
         for name in means
     ]
+    known = {name for its in means.values() for name in its}
+    devices = {name: f"peak memory, MB, device {name.removeprefix(DEVICE_PEAK)}" for name in sorted(known) if name.startswith(DEVICE_PEAK)}
     rows = [["measure", *map(plain, means)], ["runs that succeeded", *ended]]
-    rows += [
-        [label, *(shown(its.get(name)) for its in means.values())]
-        for name, label in MEASURES.items()
-        if any(name in its for its in means.values())
-    ]
+    rows += [[label, *(shown(its.get(name)) for its in means.values())] for name, label in {**MEASURES, **devices}.items() if name in known]
     return table(rows)
 
 
@@ -158,7 +163,10 @@ def _contrasts(record: ComparisonRecord) -> list[str]:
     for one in found:
         numbers = [shown(value) for value in (one.effect, one.low, one.high, one.p_value)]
         rows.append([plain(one.measure), plain(one.better), plain(one.worse), *numbers, "yes" if one.shown else "no"])
-    note = "The effect is worse / better, for lost steps and accuracy the difference in share; intervals hold jointly at 95 %."
+    note = (
+        "The effect is worse / better, for lost steps and accuracy the difference in share. Intervals hold jointly at 95 % (Bonferroni); "
+        "the p values are sharper (Holm), so that a difference can be shown whose interval just reaches none."
+    )
     return ["## Variants against each other", table(rows), note] if found else []
 
 
@@ -169,7 +177,10 @@ def _serving(record: ComparisonRecord) -> list[str]:
         numbers = [shown(value) for value in ((its.share, its.low, its.high) if its else (None, None, None))]
         rows.append([one.precision, *numbers, shown(one.decode_time_ms), plain(one.what_happened)[:400]])
     batch = record.params["evaluation"]["batch_size"]
-    note = f"The checkpoint of {plain(record.measured.served)} in each format, in batches of {batch}; prompts are part of the time."
+    note = (
+        f"The checkpoint of {plain(record.measured.served)} in each format, in batches of {batch}; prompts are part of the time, "
+        "which is measured once in each format."
+    )
     return ["## Serving", table(rows), note] if len(rows) > 1 else []
 
 
@@ -190,7 +201,6 @@ def _method(record: ComparisonRecord) -> list[str]:
     work = f"{training.effective_batch_size} completions a step in groups of {training.num_generations}"
     said = [f"{name} ({', '.join(f'{path} {value}' for path, value in fields.items())})" for name, fields in asked.variants.items()]
     rehearsed = dict.fromkeys(done.attempt.variant for done in record.attempts if done.attempt.rehearsal)
-    wall = f"{record.wall_seconds:,.0f} s" if record.wall_seconds else "not known, since it was interrupted"
     device = f"{machine.device_count} x {machine.device_name} ({machine.device_type})"
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     driver = f", driver {machine.driver_version}" if machine.driver_version else ""
@@ -200,7 +210,7 @@ def _method(record: ComparisonRecord) -> list[str]:
         "prompts in the same order, the same seeds.",
         f"Held out: {record.dataset.num_eval} problems, answered greedily in the format that trained (an fp32 head is no part of it); "
         "95 % Wilson intervals.",
-        f"Time: {wall} for the whole comparison, {record.training_seconds:,.0f} s in its training processes.",
+        f"Time of the whole comparison: {time_text(record)}.",
         f"Machine: {device}, {machine.num_cpus} CPUs{driver}, {machine.memory_total_bytes / MB:,.0f} MB; {versions}; "
         f"source {record.source.git_commit or 'not in git'}{' with changes' if record.source.dirty else ''}.",
     ]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from scipy.stats import binomtest
 
 from tasks.errors import HalfstepError
-from tasks.files import read_record, write_record
+from tasks.files import read_record
 from tasks.params import BUILT_IN_SCORERS, Params
 from tasks.places import STATE_DIR
 from tasks.program_request import EvaluationBatch, EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
@@ -30,11 +30,13 @@ def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt, checkpo
 
     The base model's answers are kept under ``state/evaluations`` and used again while nothing they depend on has changed.
     """
-    logger = get_run_logger()
-    work_dir = setting.run.run_dir / "evaluation"
-    base_request = evaluation_request(setting, params, done, setting.base_model.path, work_dir / "base")
-    base = _answers(base_request, kept_path(setting, base_request), logger.info)
-    tuned = _answers(evaluation_request(setting, params, done, checkpoint.path, work_dir / "tuned"), None, logger.info)
+    logger, work_dir = get_run_logger(), setting.run.run_dir.resolve() / "evaluation"
+    of_base = evaluation_request(setting, params, done, setting.base_model.path, work_dir / "base.json")
+    of_base = of_base.model_copy(update={"out_file": kept_path(setting, of_base) or of_base.out_file})
+    of_tuned = evaluation_request(setting, params, done, checkpoint.path, work_dir / "tuned.json")
+    if faults := answer_each((of_base, of_tuned), work_dir, logger.info):
+        raise HalfstepError("\n".join(faults.values()))
+    base, tuned = (read_record(request.out_file, ModelAnswers) for request in (of_base, of_tuned))
     evaluation = compare(base, tuned, done.attempt.precision.label, params)
     logger.info("accuracy %s", evaluation_text(evaluation))
     return evaluation
@@ -94,12 +96,12 @@ def spread(num_problems: int, num_samples: int) -> list[int]:
     return [index * num_problems // count for index in range(count)]
 
 
-def evaluation_request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path, work_dir: Path) -> EvaluationRequest:
+def evaluation_request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path, out_file: Path) -> EvaluationRequest:
     """Return the request to answer the held-out set with one model in the precision that trained."""
     return EvaluationRequest(
         model_dir=model_dir.resolve(),
         dataset_dir=setting.dataset.version.path.resolve(),
-        out_file=work_dir.resolve() / "answers.json",
+        out_file=out_file.resolve(),
         dataset=params.dataset,
         reward=params.reward,
         precision=done.attempt.precision,
@@ -137,23 +139,6 @@ def _readable(path: Path) -> bool:
     return True
 
 
-def _answers(request: EvaluationRequest, kept: Path | None, say: Callable[[str], None]) -> ModelAnswers:
-    if kept and kept.is_file():
-        try:
-            answers = read_record(kept, ModelAnswers)
-            say(f"base model: answers of an earlier run with the same model, data and settings are used ({kept.name})")
-            return answers
-        except ValidationError:
-            say(f"{kept} cannot be read and is made anew")
-    work_dir = request.out_file.parent
-    say(f"evaluating the {work_dir.name} model")
-    ask_program("tasks.programs.evaluate", EvaluationBatch(requests=(request,)), work_dir, say)
-    answers = read_record(request.out_file, ModelAnswers)
-    if kept:
-        write_record(kept, answers)
-    return answers
-
-
 def kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:
     """Return where the base model's answers to a request are kept for later runs; None if they may depend on anything."""
     # as those of a scorer of the user's own do
@@ -163,4 +148,4 @@ def kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:
     facts: dict[str, object] = {library: version(library) for library in ("torch", "transformers")}
     facts |= {"base_model": setting.base_model.dvc_hash, "dataset": setting.dataset.version.dvc_hash}
     facts |= {"device": setting.hardware.device_name, "format_version": FORMAT_VERSION}
-    return STATE_DIR / "evaluations" / f"{input_key(asked | facts)}.json"
+    return STATE_DIR / "evaluations" / f"base-{input_key(asked | facts)}.json"

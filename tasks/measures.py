@@ -45,7 +45,7 @@ def run_measures(steps: Steps, warmup_steps: int, outcome: Outcome, accuracy: Ac
         reward=fmean(last) if last else None,
         reward_spread=detrended_spread(_finite(measured, "reward")),
         entropy_spread=detrended_spread(_finite(measured, "entropy")),
-        grad_norm_spread=detrended_spread(_finite(measured, "grad_norm")),
+        grad_norm_spread=detrended_spread([math.log(norm) for norm in _finite(measured, "grad_norm") if norm > 0]),
         skipped_steps=sum(step.get("step_skipped") == 1.0 for step in steps),
         lowest_loss_scale=min((step["loss_scale"] for step in steps if "loss_scale" in step), default=None),
         nan_events=sum(_not_finite(step) for step in steps),

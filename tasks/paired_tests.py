@@ -1,24 +1,27 @@
 """Test variants against each other with the seed as a block, corrected for everything that one verdict compares. Pure.
 
-The model of each measure is variant + seed + residual, on a log scale for times, memory and spreads. The residual is pooled over all
-variants: (variants - 1) x (seeds - 1) degrees of freedom. Each pair is a t-test; Holm corrects within a criterion and Bonferroni over
-the four criteria, so that a verdict over variants that do not differ names a difference in 5 % of all cases or fewer.
+The model of each measure is variant + seed + residual, on a log scale for times, memory and spreads. Each pair takes two t-tests, and
+the larger p of both counts. One pools the residual over all variants, (variants - 1) x (seeds - 1) degrees of freedom, and is corrected
+by Holm within a criterion and by Bonferroni over the four criteria. The other rests on the pair's own differences, seeds - 1 degrees of
+freedom, and is corrected over the criteria alone: it stops a pair that varies more than the others, which pooling takes for sure. So a
+verdict over variants that do not differ names a difference in 5 % of all cases or fewer, and in about 6 % where one of three variants
+varies ten times as much as the others (10 % by pooling alone; tests/test_paired_tests.py counts both).
 
 Accuracy takes two tests, and the larger p of both counts. Runs of one variant differ by more than the chance of their problems, which
 only the spread over seeds shows; and seeds share their problems, which only a test by problem sees: McNemar's exact test, where a
 problem is gained by the variant that solves it with more seeds.
 
-A best variant of three, with three seeds, is found in 95 % of all cases if it is ahead by 7.5 times the spread that a variant's runs
-have about their seeds' mean (two variants: 13 times; five seeds: 4 and 5 times). In numbers, as tests/test_verdict.py plants them: 15 % in
-step time where that spread is 1 %, 5 % in peak memory, curves that spread 2.2 times as wide, a fifth of the steps lost, 31 points of
-accuracy on 200 problems. Five seeds show 17 points of accuracy.
+A best variant of three, with three seeds, is found in 95 % of all cases if it is ahead by 14 times the spread that a variant's runs
+have about their seeds' mean (two variants: 13 times; five seeds: 5 and 4.5 times). In numbers, as tests/test_verdict.py plants them:
+25 % in step time where that spread is a little over 1 %, 9 % in peak memory, curves that spread 3.3 times as wide, a fifth of the steps
+lost, 43 points of accuracy on 200 problems. Five seeds show 15 %, 5 %, 2.2 times and 20 points.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean
+from statistics import fmean, stdev
 
 from scipy.stats import norm as normal
 from scipy.stats import t as student
@@ -66,6 +69,9 @@ class PairTest:
     error: float
     freedom: int
     p_value: float
+    own_error: float
+    own_freedom: int
+    own_p_value: float
     problem_error: float = 0.0
 
 
@@ -73,8 +79,8 @@ def block_tests(measure: ComparedMeasure, table: Table) -> list[PairTest]:
     """Test each pair of variants; less is better. At least two variants and two seeds; values above 0 for a ratio."""
     scale = SCALES[measure]
     logs = {name: [math.log(value) if scale.is_ratio else value for value in values] for name, values in table.items()}
-    error, freedom = _error(logs, scale.floor)
-    return [_pair_test(measure, one, fmean(logs[one]), other, fmean(logs[other]), error, freedom) for one, other in combinations(logs, 2)]
+    error, freedom = _pooled(logs, scale.floor)
+    return [_pair_test(measure, one, logs[one], other, logs[other], error, freedom) for one, other in combinations(logs, 2)]
 
 
 def accuracy_tests(correct: Answers, base_correct: Answers) -> list[PairTest]:
@@ -83,17 +89,20 @@ def accuracy_tests(correct: Answers, base_correct: Answers) -> list[PairTest]:
     wrong = {name: [1 - fmean(seed) for seed in seeds] for name, seeds in correct.items()}
     tests = []
     if len(wrong) > 1:
-        error, freedom = _error(wrong, floor)
+        error, freedom = _pooled(wrong, floor)
         for one, other in combinations(wrong, 2):
-            tests.append(_by_problem(correct[one], correct[other], one, other, error, freedom))
+            test = _pair_test("accuracy", one, wrong[one], other, wrong[other], error, freedom)
+            tests.append(_by_problem(test, correct[one], correct[other]))
     if base_correct:
         # the base model does not vary with the seed, so the seeds' part stays in what a variant's runs gain over it
-        gains = {name: [fmean(mine) - fmean(base) for mine, base in zip(correct[name], base_correct[name], strict=True)] for name in wrong}
-        freedom = sum(len(values) - 1 for values in gains.values())
-        rest = math.fsum((value - fmean(values)) ** 2 for values in gains.values() for value in values)
-        for name, values in gains.items():
+        base_wrong = {name: [1 - fmean(seed) for seed in base_correct[name]] for name in wrong}
+        gains = [[mine - base for mine, base in zip(wrong[name], base_wrong[name], strict=True)] for name in wrong]
+        freedom = sum(len(values) - 1 for values in gains)
+        rest = math.fsum((value - fmean(values)) ** 2 for values in gains for value in values)
+        for name, values in wrong.items():
             error = max(math.sqrt(rest / freedom), floor) / math.sqrt(len(values))
-            tests.append(_by_problem(correct[name], base_correct[name], name, BASE, error, freedom))
+            test = _pair_test("accuracy", name, values, BASE, base_wrong[name], error, freedom)
+            tests.append(_by_problem(test, correct[name], base_correct[name]))
     return tests
 
 
@@ -103,12 +112,17 @@ def contrasts(tests: Sequence[PairTest]) -> tuple[Contrast, ...]:
     adjusted, tail = 0.0, ALPHA / (2 * max(len(tests), 1) * NUM_CRITERIA)
     for rank, test in enumerate(sorted(tests, key=lambda test: test.p_value)):
         adjusted = min(max(adjusted, test.p_value * (len(tests) - rank) * NUM_CRITERIA), 1.0)
+        p_value = min(max(adjusted, test.own_p_value * NUM_CRITERIA), 1.0)
         scale = SCALES[test.measure]
-        half = max(float(student.isf(tail, test.freedom)) * test.error, float(normal.isf(tail)) * test.problem_error)
+        half = max(
+            float(student.isf(tail, test.freedom)) * test.error,
+            float(student.isf(ALPHA / (2 * NUM_CRITERIA), test.own_freedom)) * test.own_error,
+            float(normal.isf(tail)) * test.problem_error,
+        )
         effect, low, high = (
             math.exp(value) if scale.is_ratio else value for value in (test.difference, test.difference - half, test.difference + half)
         )
-        shown = adjusted <= ALPHA and effect - scale.is_ratio >= scale.matters
+        shown = p_value <= ALPHA and effect - scale.is_ratio >= scale.matters
         found.append(
             Contrast(
                 measure=test.measure,
@@ -117,14 +131,14 @@ def contrasts(tests: Sequence[PairTest]) -> tuple[Contrast, ...]:
                 effect=effect,
                 low=low,
                 high=high,
-                p_value=adjusted,
+                p_value=p_value,
                 shown=shown,
             )
         )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda contrast: contrast.p_value))
 
 
-def _error(table: Table, floor: float) -> tuple[float, int]:
+def _pooled(table: Table, floor: float) -> tuple[float, int]:
     num_seeds = len(next(iter(table.values())))
     variant_means = {name: fmean(values) for name, values in table.items()}
     seed_means = [fmean(values[seed] for values in table.values()) for seed in range(num_seeds)]
@@ -135,19 +149,22 @@ def _error(table: Table, floor: float) -> tuple[float, int]:
     return spread * math.sqrt(2 / num_seeds), freedom
 
 
-def _pair_test(measure: ComparedMeasure, one: str, mean: float, other: str, other_mean: float, error: float, freedom: int) -> PairTest:
-    better, worse = (one, other) if mean <= other_mean else (other, one)
-    difference = abs(mean - other_mean)
-    return PairTest(measure, better, worse, difference, error, freedom, float(2 * student.sf(difference / error, freedom)))
-
-
-def _by_problem(
-    mine: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]], me: str, them: str, error: float, freedom: int
+def _pair_test(
+    measure: ComparedMeasure, one: str, values: Sequence[float], other: str, other_values: Sequence[float], error: float, freedom: int
 ) -> PairTest:
+    differences = [theirs - mine for mine, theirs in zip(values, other_values, strict=True)]
+    difference, own_freedom = fmean(differences), len(differences) - 1
+    better, worse = (one, other) if difference >= 0 else (other, one)
+    own_error = max(stdev(differences), math.sqrt(2) * SCALES[measure].floor) / math.sqrt(len(differences))
+    p_value, own_p_value = (
+        float(2 * student.sf(abs(difference) / of, given)) for of, given in ((error, freedom), (own_error, own_freedom))
+    )
+    return PairTest(measure, better, worse, abs(difference), error, freedom, p_value, own_error, own_freedom, own_p_value)
+
+
+def _by_problem(test: PairTest, mine: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]]) -> PairTest:
     net = [sum(ours) - sum(others) for ours, others in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True)]
-    num_answers = len(net) * len(mine)
-    test = _pair_test("accuracy", me, -sum(net) / num_answers, them, 0.0, error, freedom)
     exact = mcnemar(sum(value > 0 for value in net), sum(value < 0 for value in net))
     # a problem's answers go together over the seeds: the problem is the unit here, as the seed is above
-    problem_error = math.sqrt(sum(value * value for value in net)) / num_answers
+    problem_error = math.sqrt(sum(value * value for value in net)) / (len(net) * len(mine))
     return replace(test, p_value=max(test.p_value, exact), problem_error=problem_error)

@@ -4,7 +4,6 @@ Emulated precision never runs on an accelerator; on a CPU it is a rehearsal. Wha
 """
 
 from collections.abc import Iterable
-from itertools import combinations, product
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -16,12 +15,12 @@ from tasks.objectives import FORMATS, LABELS, WIDER, Label, emulated, fact, firs
 from tasks.params import Params, RetryParams
 from tasks.records import Attempt, Hardware, MemoryLevers, Precision, PrecisionPlan, RuledOut
 
-# what a refusal may tell a person to set, in the reverse order of mention
+# what a refusal may tell a person to set, in the order of mention
 REMEDIES: dict[str, tuple[str, ...]] = {
-    "on_divergence": ("stop",),
-    "rollout_dtype": ("auto",),
-    "grad_scaler": ("auto",),
     "mode": ("auto", *LABELS),
+    "grad_scaler": ("auto",),
+    "rollout_dtype": ("auto",),
+    "on_divergence": ("stop",),
 }
 
 
@@ -161,19 +160,15 @@ def _refusal(hardware: Hardware, params: Params) -> str:
 
 
 def _remedy(hardware: Hardware, params: Params) -> str:
-    """Name the smallest changes that are accepted; mode, grad_scaler and rollout_dtype on 'auto' always are."""
-    for size in range(1, len(REMEDIES)):
-        ways = []
-        for names in combinations(REMEDIES, size):
-            changes = [dict(zip(names, values, strict=True)) for values in product(*(REMEDIES[name] for name in names))]
-            tried = [params.model_copy(update={"precision": params.precision.model_copy(update=change)}) for change in changes]
-            accepted = [change for change, changed in zip(changes, tried, strict=True) if not _refusal(hardware, changed)]
-            if accepted:
-                sets = (f"precision.{name} to {_either(dict.fromkeys(change[name] for change in accepted))}" for name in names)
-                ways.append(f"set {' and '.join(sets)}")
-        if ways:
-            return ", or ".join(reversed(ways))
-    raise AssertionError("a plan under 'auto' is always possible")
+    """Name each single change that is accepted; where none is, 'auto' for all that can be on it, which always is."""
+    ways = []
+    for name, values in REMEDIES.items():
+        changed = {value: params.precision.model_copy(update={name: value}) for value in values}
+        tried = {value: params.model_copy(update={"precision": section}) for value, section in changed.items()}
+        if accepted := [value for value in values if not _refusal(hardware, tried[value])]:
+            ways.append(f"set precision.{name} to {_either(accepted)}")
+    wished = [name for name, values in REMEDIES.items() if values[0] == "auto" != getattr(params.precision, name)]
+    return ", or ".join(ways) or "set " + " and ".join(f"precision.{name} to 'auto'" for name in wished)
 
 
 def _either(values: Iterable[str]) -> str:

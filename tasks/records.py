@@ -356,22 +356,18 @@ class RunSetting(Record):
     dataset: DatasetVersion
 
 
-class RunRecord(Record):
+class RunRecord(RunSetting):
     """A whole run, written to ``run.json`` and logged to MLflow."""
 
-    run_name: str
-    started_at: str
     status: Status
-    hardware: Hardware
-    plan: PrecisionPlan
     params: dict[str, Any]
-    dataset: DatasetVersion
-    base_model: ArtifactVersion
     attempts: tuple[FinishedAttempt, ...]
     lost_steps: int = Field(default=0, description="steps done again, since an attempt went on from an earlier training state")
     lost_tokens: int = Field(default=0, description="prompt and completion tokens of those steps")
     evaluation: Evaluation | None = None
     checkpoint: ArtifactVersion | None = None
-    source: SourceVersion
-    tracking_uri: str
-    tracking_run_id: str
+
+    @property
+    def run_name(self) -> str:
+        """Return the run's name."""
+        return self.run.name

@@ -103,7 +103,7 @@ def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) ->
         version, restore = record.checkpoint, f"python -m tasks.versioning restore {record.checkpoint.dvc_hash} DIR"
         lines.append(f"  checkpoint  {version.path} ({version.size_bytes / MB:.0f} MB); restore with {restore}")
     lines += [f"  warning     step {item.step}, {item.name}: {item.message}" for item in outcome.warnings]
-    lines.append(f"  MLflow      make ui, run {record.tracking_run_id}")
+    lines.append(f"  MLflow      make ui, run {record.tracked.run_id}")
     return "\n".join(lines)
 
 

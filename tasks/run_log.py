@@ -58,25 +58,17 @@ def conclude_run(
     """Write and log the record of a run, with its summary and curves; why a run failed matters more than MLflow being away."""
     lost = lost_steps(finished)
     record = RunRecord(
-        run_name=setting.run.name,
-        started_at=setting.run.started_at,
+        **dict(setting),
         status=run_status(finished),
-        hardware=setting.hardware,
-        plan=setting.plan,
         params=params.model_dump(mode="json"),
-        dataset=setting.dataset,
-        base_model=setting.base_model,
         attempts=finished,
         evaluation=evaluation,
         checkpoint=checkpoint,
         lost_steps=len(lost),
         lost_tokens=round(sum(step["tokens_per_second"] * step["step_time_ms"] / 1000 for step in lost)),
-        source=setting.run.source,
-        tracking_uri=setting.tracked.tracking_uri,
-        tracking_run_id=setting.tracked.run_id,
     )
     try:
-        _keep(setting, record)
+        _keep(record)
     except HalfstepError as error:
         if record.status == "succeeded":
             later = f"python -m flows.retrain --resume {record.run_name}"
@@ -85,14 +77,14 @@ def conclude_run(
     return record
 
 
-def _keep(setting: RunSetting, record: RunRecord) -> None:
-    run_dir, steps = setting.run.run_dir, joined_steps(record.attempts)
-    summary = summary_text(record, steps, duration(datetime.now(UTC) - datetime.fromisoformat(record.started_at)))
+def _keep(record: RunRecord) -> None:
+    run_dir, steps = record.run.run_dir, joined_steps(record.attempts)
+    summary = summary_text(record, steps, duration(datetime.now(UTC) - datetime.fromisoformat(record.run.started_at)))
     write_aside(run_dir / "summary.txt", summary + "\n")
     for done in record.attempts:
-        deliver(setting.tracked, done, get_run_logger().warning)
+        deliver(record.tracked, done, get_run_logger().warning)
     curves = draw_curves(record.attempts, record.run_name, run_dir / "curves.png")
-    close_parent_run(setting.tracked, record, steps, (curves, run_dir / "summary.txt"))
+    close_parent_run(record, steps, (curves, run_dir / "summary.txt"))
     # last: a run without it can be resumed
     write_record(run_dir / "run.json", record)
     create_markdown_artifact(f"```\n{summary}\n```", key="retrain-summary", description=f"Run {record.run_name}")

@@ -45,7 +45,7 @@ class Settled(Record):
 
 class _Candidate(NamedTuple):
     record: ComparisonRecord
-    variant: str | None  # best overall; None: these runs show no difference
+    variant: str | None  # best overall, or the only one that finished; None: these runs show no difference
     differences: tuple[str, ...]
 
 
@@ -98,7 +98,7 @@ def _verdicts() -> Iterator[ComparisonRecord]:
 
 
 def _candidate(record: ComparisonRecord, hardware: Hardware, params: Params) -> _Candidate:
-    variant = record.measured.verdict.best_overall
+    variant = record.measured.verdict.best_overall or record.measured.verdict.only_finished
     theirs = _params(record, variant)
     taken = record.params["comparison"]["variants"].get(variant, {})
     differences = [*machine_differences(record.hardware, hardware), *_setting_differences(theirs, params, taken)]

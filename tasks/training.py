@@ -7,7 +7,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.attempt_files import state_step
+from tasks.attempt_files import state_step, unfinished_outcome
 from tasks.attempt_log import AttemptLog
 from tasks.engines.catalog import ENGINES
 from tasks.errors import AttemptFailed, Diverged, HalfstepError, NothingFitted, NothingLearned, RefusedInput
@@ -63,15 +63,8 @@ def _predicted_shortage(job: TrainingJob, params: Params) -> Outcome | None:
         requested_bytes=prediction.peak_bytes,
         available_bytes=prediction.available_bytes,
     )
-    return Outcome(
-        status="skipped",
-        shortage="device",
-        first_step=state_step(job.attempt.resume_from),
-        steps_done=state_step(job.attempt.resume_from),
-        total_steps=params.training.max_steps,
-        last_state_dir=job.attempt.resume_from,
-        failure=failure,
-    )
+    unfinished = unfinished_outcome(job, failure.message)
+    return unfinished.model_copy(update={"status": "skipped", "shortage": "device", "failure": failure})
 
 
 def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Callable[[str], None]) -> Outcome:

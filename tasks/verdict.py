@@ -2,8 +2,10 @@
 
 Best for a criterion is the variant shown to be better than every other (tasks.paired_tests says how, and how small a difference can be
 seen). Best overall is the one left when accuracy, stability, speed and memory, in this order, have each taken out the variants that one
-of those still left is shown to beat: time and memory do not buy a worse model. A variant of which a run ran out of memory, diverged or
-failed is a row of the report and never best. GRPO's loss is about 0 on policy by construction and is not used.
+of those still left is shown to beat: time and memory do not buy a worse model. A variant of which a run ran out of memory or diverged is
+a row of the report and never best; that is counted, not tested, so that one that is left alone is called the only one that finished, and
+not the best. What fails or is cancelled for another reason says nothing of the variant and takes its seed out for all. GRPO's loss is
+about 0 on policy by construction and is not used.
 """
 
 import math
@@ -11,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 
-from tasks.comparison_records import Criterion, Finding, MeasuredRun, RunMeasures, Verdict
+from tasks.comparison_records import Contrast, Criterion, Finding, MeasuredRun, RunMeasures, Verdict
 from tasks.paired_tests import BASE, PairTest, accuracy_tests, block_tests, contrasts
-from tasks.verdict_text import contrast_text, facts_text, joined, overall_text
+from tasks.verdict_text import contrast_text, facts_text, joined, missing_texts, overall_text
 
 MIN_STEPS = 100
 MIN_SEEDS = 2
-FAILED = frozenset({"out_of_memory", "skipped", "diverged", "failed"})
+OWN_FAILURES = frozenset({"out_of_memory", "skipped", "diverged"})
+SPREADS = {"reward_spread": "reward", "entropy_spread": "entropy", "grad_norm_spread": "gradient norm"}
 ORDER: tuple[Criterion, ...] = ("accuracy", "stability", "speed", "memory")
 
 Runs = Mapping[str, Sequence[MeasuredRun]]  # per variant its runs, in the order of the seeds that all variants here share
@@ -41,30 +44,26 @@ def judge(runs: Sequence[MeasuredRun]) -> Verdict:
         asked = "What happened to each is said in the table."
         return Verdict(findings=(), sentences=(told, asked), indicative=False, best_overall=None)
     findings = tuple(_finding(criterion, compared, runs) for criterion in ORDER)
-    any_failed = any(_failed(run) for run in runs)
     left, taken_out = _narrowed(tuple(compared), findings)
     evaluated = {name: all(run.correct for run in of_variant) for name, of_variant in compared.items()}
     unknown = [name for name, whole in evaluated.items() if not whole and any(evaluated.values())]
-    best = left[0] if len(left) == 1 and (len(compared) > 1 or any_failed) and not unknown else None
-    missing = list(dict.fromkeys(run.variant for run in runs if run.variant not in compared))
-    sentences = overall_text(best, left, taken_out, missing, findings, f"{num_seeds} seeds, {min(measured)} or more measured steps a run")
+    best = left[0] if len(left) == 1 and len(compared) > 1 and not unknown else None
+    only = left[0] if len(compared) == 1 and any(run.status in OWN_FAILURES for run in runs) else None
+    rests_on = f"{num_seeds} seeds, {min(measured)} or more measured steps a run"
+    sentences = overall_text(best, only, left, taken_out, missing_texts(runs, compared), findings, rests_on)
     if unknown:
         why = "was not evaluated in every run, and time and memory do not buy a worse model"
         told = f"No variant is best overall: {joined(unknown)} {why}."
         sentences = (told, sentences[1])
-    return Verdict(findings=findings, sentences=sentences, indicative=False, best_overall=best)
-
-
-def _failed(run: MeasuredRun) -> bool:
-    return run.status in FAILED and not run.refused
+    return Verdict(findings=findings, sentences=sentences, indicative=False, best_overall=best, only_finished=only)
 
 
 def _compared(runs: Sequence[MeasuredRun]) -> Runs:
-    # a run that was cancelled takes its seed out for all, so that variants are compared over the same seeds
-    failed = {run.variant for run in runs if _failed(run)}
+    # a run that says nothing of its variant takes its seed out for all, so that variants are compared over the same seeds
+    out = {run.variant for run in runs if run.status in OWN_FAILURES}
     by_variant: dict[str, dict[int, MeasuredRun]] = {}
     for run in runs:
-        if run.measures and run.status == "succeeded" and run.variant not in failed:
+        if run.measures and run.status == "succeeded" and run.variant not in out:
             by_variant.setdefault(run.variant, {})[run.seed] = run
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in by_variant.values()))) if by_variant else []
     return {variant: [by_seed[seed] for seed in seeds] for variant, by_seed in by_variant.items()}
@@ -83,17 +82,17 @@ def _narrowed(variants: tuple[str, ...], findings: tuple[Finding, ...]) -> tuple
 
 def _finding(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) -> Finding:
     variants = tuple(compared)
-    found = contrasts(_tests(criterion, compared))
+    found = tuple(_without_collapsed(contrast, compared) for contrast in contrasts(_tests(criterion, compared)))
     pairs = [contrast for contrast in found if BASE not in {contrast.better, contrast.worse}]
     shown = {(contrast.better, contrast.worse) for contrast in pairs if contrast.shown}
-    beaten = {worse for _, worse in shown}
-    best = next((one for one in variants if one not in beaten and all((one, other) in shown for other in variants if other != one)), None)
-    if len(variants) == 1:
-        best = variants[0] if criterion == "stability" and any(_failed(run) for run in runs) else None
+    best = next((one for one in variants if shown and all((one, other) in shown for other in variants if other != one)), None)
     # the next best is the one that is least surely worse: effects of two measures, ratio and difference, have no common order
     winning = [contrast for contrast in pairs if contrast.shown and contrast.better == best]
     decides = max(winning, key=lambda contrast: contrast.p_value) if winning else next(iter(pairs), None)
     parts = [_head(criterion, best, bool(pairs), bool(shown)), facts_text(criterion, compared, runs)]
+    if criterion == "stability" and len(variants) > 1:
+        counted = joined([SPREADS[name] for name in _varying(compared)])
+        parts.append(f"compared by the curves of {counted}" if counted else "no curve varies in every run")
     parts += [contrast_text(contrast) for contrast in pairs if contrast.shown]
     parts += (
         [f"between {one} and {other} no difference that these runs can show" for one, other in _open_pairs(variants, shown)]
@@ -135,11 +134,9 @@ def _tests(criterion: Criterion, compared: Runs) -> list[PairTest]:
         return block_tests("step_time", _table(compared, "step_time_ms"))
     if criterion == "memory":
         return block_tests("peak_memory", _table(compared, "peak_memory_mb"))
-    # one figure a run: the geometric mean of the spreads of those curves that vary in every run
-    spreads = [_table(compared, name) for name in ("reward_spread", "entropy_spread", "grad_norm_spread")]
-    varying = [table for table in spreads if all(value > 0 for values in table.values() for value in values)]
     tests: list[PairTest] = []
-    if varying:
+    if varying := [_table(compared, name) for name in _varying(compared)]:
+        # one figure a run: the geometric mean of the spreads
         seeds = range(len(next(iter(compared.values()))))
         means = {name: [math.exp(fmean(math.log(table[name][seed]) for table in varying)) for seed in seeds] for name in compared}
         tests += block_tests("curve_spread", means)
@@ -147,6 +144,20 @@ def _tests(criterion: Criterion, compared: Runs) -> list[PairTest]:
     if any(share for shares in lost.values() for share in shares):
         tests += block_tests("lost_steps", lost)
     return tests
+
+
+def _varying(compared: Runs) -> list[str]:
+    return [name for name in SPREADS if all(value > 0 for values in _table(compared, name).values() for value in values)]
+
+
+def _without_collapsed(contrast: Contrast, compared: Runs) -> Contrast:
+    """Return a contrast of spreads as not shown if the narrower curves have the lower reward: a policy that gave up varies little."""
+    if contrast.measure != "curve_spread":
+        return contrast
+    rewards, spreads = _table(compared, "reward"), _table(compared, "reward_spread")
+    lower = fmean(rewards[contrast.worse]) - fmean(rewards[contrast.better])
+    step_noise = max(fmean(spreads[contrast.worse]), fmean(spreads[contrast.better]))
+    return contrast.model_copy(update={"collapsed": True, "shown": False}) if lower > step_noise else contrast
 
 
 def _accuracy_tests(compared: Runs) -> list[PairTest]:

@@ -1,12 +1,21 @@
 """Put a verdict into words, with its figures. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from tasks.comparison_records import Contrast, Criterion, Finding, MeasuredRun
 from tasks.paired_tests import ALPHA, BASE, SCALES
+from tasks.records import Status
 
 Runs = Mapping[str, Sequence[MeasuredRun]]
+ENDED: dict[Status, str] = {
+    "out_of_memory": "ran out of memory",
+    "skipped": "was not tried for want of memory",
+    "diverged": "diverged",
+    "failed": "failed",
+    "cancelled": "was cut off",
+}
 
 
 def joined(names: Sequence[str]) -> str:
@@ -29,23 +38,40 @@ def contrast_text(contrast: Contrast) -> str:
     digits = 2 if scale.is_ratio else 1
     interval = f"{factor * contrast.low:.{digits}f} to {factor * contrast.high:.{digits}f}"
     p_value = "p < 0.001" if contrast.p_value < 0.001 else f"p = {contrast.p_value:.2g}"
-    small = ", too little to matter" if contrast.p_value <= ALPHA and not contrast.shown else ""
-    return f"{said} ({interval}; {p_value}{small})"
+    significant = contrast.p_value <= ALPHA and not contrast.shown
+    why_not = ", not counted since its reward is lower" if contrast.collapsed else ", too little to matter" if significant else ""
+    return f"{said} ({interval}; {p_value}{why_not})"
 
 
 def facts_text(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) -> str:
-    """Return the figures a finding rests on: a variant's mean over its seeds; for stability what went wrong."""
+    """Return the figures a finding rests on: a variant's mean over its seeds; for stability and memory what went wrong."""
     if criterion == "stability":
-        return "; ".join([*(text for name, of_variant in compared.items() if (text := _lost_text(name, of_variant))), *_failures(runs)])
+        lost = (_lost_text(name, of_variant) for name, of_variant in compared.items())
+        return "; ".join([*filter(None, lost), *_failures(runs, "diverged")])
     means = {name: _mean(criterion, of_variant) for name, of_variant in compared.items()}
     unit = {"accuracy": "% of the held-out problems", "speed": "ms a step", "memory": "MB at the peak"}[criterion]
     known = {name: value for name, value in means.items() if value is not None}
     figures = [f"{name} {value:.1f}" if criterion == "accuracy" else f"{name} {value:,.0f}" for name, value in known.items()]
-    return f"{joined(figures)} {unit}" if figures else ""
+    failures = _failures(runs, "out_of_memory", "skipped") if criterion == "memory" else []
+    return "; ".join([*([f"{joined(figures)} {unit}"] if figures else []), *failures])
+
+
+def missing_texts(runs: Sequence[MeasuredRun], compared: Runs) -> list[str]:
+    """Return what kept each variant that is not compared from it, such as 'fp16 diverged in 1 of 3 runs'."""
+    texts = []
+    for name in dict.fromkeys(run.variant for run in runs if run.variant not in compared):
+        own = [run for run in runs if run.variant == name]
+        if any(run.refused for run in own):
+            texts.append(f"{name} is refused by this machine")
+            continue
+        counts = Counter(ENDED[run.status] for run in own if run.status != "succeeded")
+        texts.append(f"{name} {joined([f'{how} in {count}' for how, count in counts.items()])} of {len(own)} runs")
+    return texts
 
 
 def overall_text(
     best: str | None,
+    only: str | None,
     left: Sequence[str],
     taken_out: Mapping[Criterion, Sequence[str]],
     missing: Sequence[str],
@@ -54,13 +80,15 @@ def overall_text(
 ) -> tuple[str, str]:
     """Return the two sentences of a report's head: which variant and why; what is best for each criterion, and how sure that is."""
     reasons = [f"{joined(names)} shown worse in {criterion}" for criterion, names in taken_out.items()]
-    reasons += [f"{joined(missing)} did not finish every run"] if missing else []
-    if best:
+    reasons += missing
+    if only:
+        first = f"No variant is shown best, but {only} is the only one that finished every run: {'; '.join(reasons)} (counted, not tested)"
+    elif best:
         first = f"{best} is best overall: {'; '.join(reasons)}"
     elif len(left) > 1:
         first = "; ".join([f"No variant is best overall: between {joined(left)} no difference that these runs can show", *reasons])
     else:
-        first = f"No variant is best overall: {left[0]} was compared with none"
+        first = "; ".join([f"No variant is best overall: {left[0]} was compared with none", *reasons])
     by_criterion = "; for ".join(f"{finding.criterion}: {_best_text(finding)}" for finding in findings)
     second = f"Best for {by_criterion} (95 % confidence over all of it; {rests_on})"
     return f"{first}.", f"{second}."
@@ -89,7 +117,8 @@ def _lost_text(name: str, runs: Sequence[MeasuredRun]) -> str:
     scales = [measure.lowest_loss_scale for measure in measures if measure.lowest_loss_scale is not None]
     parts = [f"skipped {_range(skipped)} steps a run"] if any(skipped) else []
     parts += [f"had {_range(not_finite)} steps a run with numbers that are not finite"] if any(not_finite) else []
-    parts += [f"lowered its loss scale to {min(scales):,.6g}"] if scales else []
+    # a scale falls at a skipped step alone
+    parts += [f"lowered its loss scale to {min(scales):,.6g}"] if scales and any(skipped) else []
     return f"{name} {joined(parts)}" if parts else ""
 
 
@@ -97,6 +126,5 @@ def _range(counts: Sequence[int]) -> str:
     return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
-def _failures(runs: Sequence[MeasuredRun]) -> list[str]:
-    failed = [run for run in runs if run.what_happened and run.status != "succeeded" and not run.refused]
-    return [f"{run.variant} with seed {run.seed} {run.what_happened}" for run in failed]
+def _failures(runs: Sequence[MeasuredRun], *statuses: Status) -> list[str]:
+    return [f"{run.variant} with seed {run.seed} {run.what_happened}" for run in runs if run.status in statuses]

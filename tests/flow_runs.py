@@ -67,7 +67,7 @@ class FlowRun:
 
     def parent(self) -> Run:
         """The run's parent in MLflow."""
-        return self.client.get_run(self.record.tracking_run_id)
+        return self.client.get_run(self.record.tracked.run_id)
 
     def children(self) -> list[Run]:
         """The run's attempts in MLflow, in order."""

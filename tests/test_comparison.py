@@ -11,6 +11,7 @@ from tasks import comparison
 from tasks.comparison import (
     decide_order,
     last_starts,
+    library_versions,
     next_run,
     plan_comparison,
     predicted_comparison,
@@ -64,6 +65,7 @@ def test_a_variant_of_ones_own_is_any_setting() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ({"variants": ["bf16", "fp16", "bf16"]}, "--variants bf16,fp16,bf16: name each variant once; for more runs of each: --seeds N"),
         ({"variants": ["bf61"]}, "'bf61' is none of comparison.variants"),
         ({"seeds": 0}, "--seeds 0"),
         ({"overrides": ["training.max_steps=5"]}, "warmup_steps 5 leaves none of training.max_steps 5"),
@@ -134,7 +136,7 @@ def test_a_run_that_failed_is_not_made_again_and_one_that_was_cut_off_is() -> No
     assert [it.outcome.status for it in last_starts(whole)] == ["out_of_memory", "succeeded"]
 
 
-def test_a_comparison_is_gone_on_with_on_its_own_machine_only(tmp_path: Path) -> None:
+def test_a_comparison_is_gone_on_with_on_its_own_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, params = hardware_of("h100_x8"), params_with(a={"precision.mode": "bf16"})
     with disable_run_logger():
         plan = decide_order.fn(tmp_path, machine, params)
@@ -142,6 +144,10 @@ def test_a_comparison_is_gone_on_with_on_its_own_machine_only(tmp_path: Path) ->
         assert decide_order.fn(tmp_path, less_free, params) == plan
         with pytest.raises(RefusedInput, match=r"begun on another machine or version, torch_version \(.*, here 9.0\); go on with it there"):
             decide_order.fn(tmp_path, machine.model_copy(update={"torch_version": "9.0"}), params)
+        theirs = {**library_versions(), "trl": "9.9"}
+        monkeypatch.setattr(comparison, "library_versions", lambda: theirs)
+        with pytest.raises(RefusedInput, match=r"begun on another machine or version, trl \(.*, here 9.9\)"):
+            decide_order.fn(tmp_path, machine, params)
 
 
 def test_what_keeps_all_variants_from_a_prediction_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,9 +107,21 @@ def test_the_report_holds_verdict_measures_failures_serving_and_method(record: C
         "H100",
         "torch 2.13.0",
         "about 0 by construction",
-        "1,234 s for the whole comparison, 1,000 s in its training processes",
+        "Time of the whole comparison: 1,234 s, 1.23 times; the training processes took 1,000 s.",
     ):
         assert words in text, words
+
+
+def test_the_peaks_of_several_devices_are_rows_of_their_own(record: ComparisonRecord) -> None:
+    assert "device" not in report_text(record, ()).split("## Runs")[0]
+    spread = [
+        run.model_copy(update={"measures": run.measures.model_copy(update={"peak_memory_mb_by_device": (800.0, 900.0)})})
+        for run in record.measured.runs
+        if run.measures
+    ]
+    several = record.model_copy(update={"measured": record.measured.model_copy(update={"runs": tuple(spread)})})
+    text = report_text(several, ())
+    assert "| peak memory, MB, device 0 | 800 | 800 |" in text and "| peak memory, MB, device 1 | 900 | 900 |" in text
 
 
 def test_the_page_loads_nothing_and_draws_every_curve(record: ComparisonRecord) -> None:

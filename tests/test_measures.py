@@ -39,7 +39,10 @@ def test_the_warm_up_is_left_out_of_times_and_curves() -> None:
     assert (found.forward_backward_time_ms, found.rollout_time_ms, found.tokens_per_second) == (40, 50, 900)
     assert found.reward == pytest.approx(1.15)  # of the last two of ten
     assert (found.reward_spread, found.entropy_spread) == (pytest.approx(0, abs=1e-12), 0)
-    assert found.grad_norm_spread == pytest.approx(2 / 3)  # 1, 2, 1, 2 about the mean of three
+    # the logarithms of 1, 2, 1, 2 about the mean of three; ten times as large they spread alike
+    assert found.grad_norm_spread == pytest.approx(2 / 3 * math.log(2))
+    larger = [{**its, "grad_norm": 10 * its["grad_norm"]} for its in steps]
+    assert run_measures(larger, 2, DONE).grad_norm_spread == pytest.approx(found.grad_norm_spread)
 
 
 def test_what_a_run_did_not_have_is_null() -> None:

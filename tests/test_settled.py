@@ -33,11 +33,18 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
     monkeypatch.setattr(settled, "RUNS_DIR", tmp_path)
 
     def keep_one(
-        name: str, plants: Mapping[str, Plant], variants: Mapping[str, Mapping[str, Any]] = VARIANTS, num_seeds: int = 3, **overrides: Any
+        name: str,
+        plants: Mapping[str, Plant],
+        variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
+        num_seeds: int = 3,
+        diverged: str = "",
+        **overrides: Any,
     ) -> ComparisonRecord:
         asked = {"comparison.variants": variants, **{path.replace("__", "."): value for path, value in overrides.items()}}
         params = with_overrides(Params(), asked, "test")
         runs = tuple(comparison(np.random.default_rng(0), plants, num_seeds))
+        ended = {"status": "diverged", "measures": None, "correct": (), "base_correct": ()}
+        runs = tuple(run.model_copy(update=ended) if run.variant == diverged else run for run in runs)
         version = ArtifactVersion(path=tmp_path, dvc_hash="0.dir", size_bytes=1, location="store:x")
         record = ComparisonRecord(
             run_name=name,
@@ -83,6 +90,13 @@ def test_the_best_variants_precision_is_taken_over_whole_and_its_reason_is_told(
     assert plan.reason.startswith(
         "precision.mode is 'measured': in comparison 20261201-a exact is best overall: wide shown worse in speed: "
     )
+
+
+def test_the_only_variant_that_finished_is_taken_over_though_nothing_was_tested(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST}, diverged="exact")
+    found = settle(MACHINE, asked())
+    assert found.overrides == {"precision.mode": "bf16"}
+    assert "wide is the only one that finished every run: exact diverged in 3 of 3 runs (counted, not tested)" in found.because
 
 
 def test_the_newest_fitting_verdict_counts_and_none_at_all_leaves_it_to_auto(keep: Keep) -> None:

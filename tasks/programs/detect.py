@@ -24,6 +24,7 @@ from tasks.format_support import needs_timing
 from tasks.hardware_support import judge
 from tasks.host_memory import read_host_memory, usable_cpus
 from tasks.machine_facts import CpuFacts, DetectRequest, DeviceFacts, MachineFacts
+from tasks.memory import MB
 from tasks.programs import lifecycle
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -44,7 +45,7 @@ def collect() -> MachineFacts:
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        devices = cuda_devices(notes) or xpu_devices(notes) or npu_devices(notes) or mps_devices(notes)
+        devices = accelerators(notes)
         claims = bool(torch.cuda.is_bf16_supported()) if torch.version.cuda or torch.version.hip else None
     notes += [f"torch warns: {str(warning.message).strip().splitlines()[0]}" for warning in caught if warning.category is UserWarning]
     timed = [item.model_copy(update={"matmul_seconds": time_products(item.api)}) if needs_timing(item) else item for item in devices]
@@ -60,71 +61,67 @@ def collect() -> MachineFacts:
         driver_version=driver_version(devices[0].api if devices else None),
         cpu=read_cpu(notes),
         host=read_host_memory(),
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def cuda_devices(notes: list[str]) -> list[DeviceFacts]:
-    """Read the devices that torch.cuda sees, NVIDIA's and, on a ROCm build, AMD's."""
-    if not torch.cuda.is_available():
-        return []
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        total = properties.total_memory
-        try:
-            free = torch.cuda.mem_get_info(index)[0]
-        except RuntimeError as error:
-            notes.append(f"free memory of device {index} could not be read, counted as 0: {str(error).splitlines()[0]}")
-            free = 0
-        if properties.is_integrated and not torch.version.hip:
-            # the driver counts the host's file cache as taken, though the kernel gives it up
-            free = max(free, min(read_host_memory().free_bytes, total))
-        gfx = properties.gcnArchName.split(":")[0] if torch.version.hip else None
-        name, capability = properties.name or str(gfx), gfx or f"{properties.major}.{properties.minor}"
-        devices.append(DeviceFacts(api="cuda", name=name, capability=capability, memory_total_bytes=total, memory_free_bytes=free))
-    return devices
+def accelerators(notes: list[str]) -> list[DeviceFacts]:
+    """Read the devices of the first kind that torch finds; torch loads torch_npu by itself where it is installed."""
+    for api, read in {"cuda": cuda_device, "xpu": xpu_device, "npu": npu_device, "mps": mps_device}.items():
+        module = getattr(torch, api, None)
+        if module is not None and module.is_available():
+            return [read(index, notes) for index in range(module.device_count())]
+    return []
 
 
-def xpu_devices(notes: list[str]) -> list[DeviceFacts]:
-    """Read Intel GPUs. The flags of some drivers deny units that are there; the judgement knows."""
-    if not torch.xpu.is_available():
-        return []
-    devices = []
-    for index in range(torch.xpu.device_count()):
-        properties = torch.xpu.get_device_properties(index)
-        total = properties.total_memory
-        try:
-            free = torch.xpu.mem_get_info(index)[0]
-        except RuntimeError as error:
-            notes.append(f"free memory of device {index} cannot be read, all of it counts as free: {str(error).splitlines()[0]}")
-            free = total
-        flags = (properties.has_bfloat16_conversions, properties.has_subgroup_matrix_multiply_accumulate)
-        bf16, fp16 = any(map(bool, flags)), bool(properties.has_fp16)
-        devices.append(
-            DeviceFacts(api="xpu", name=properties.name, memory_total_bytes=total, memory_free_bytes=free, has_bf16=bf16, has_fp16=fp16)
-        )
-    return devices
+def cuda_device(index: int, notes: list[str]) -> DeviceFacts:
+    """Read a device that torch.cuda sees, NVIDIA's or, on a ROCm build, AMD's."""
+    properties = torch.cuda.get_device_properties(index)
+    total = properties.total_memory
+    free = _free_bytes("cuda", index, 0, notes)
+    if properties.is_integrated and not torch.version.hip:
+        # the driver counts the host's file cache as taken, though the kernel gives it up
+        free = max(free, min(read_host_memory().free_bytes, total))
+    gfx = properties.gcnArchName.split(":")[0] if torch.version.hip else None
+    name, capability = properties.name or str(gfx), gfx or f"{properties.major}.{properties.minor}"
+    return DeviceFacts(api="cuda", name=name, capability=capability, memory_total_bytes=total, memory_free_bytes=free)
 
 
-def npu_devices(notes: list[str]) -> list[DeviceFacts]:
-    """Read Ascend devices; torch loads torch_npu by itself where it is installed."""
-    npu = getattr(torch, "npu", None)
-    if npu is None or not npu.is_available():
-        return []
+def xpu_device(index: int, notes: list[str]) -> DeviceFacts:
+    """Read an Intel GPU. The flags of some drivers deny units that are there; the judgement knows."""
+    properties = torch.xpu.get_device_properties(index)
+    return DeviceFacts(
+        api="xpu",
+        name=properties.name,
+        memory_total_bytes=properties.total_memory,
+        memory_free_bytes=_free_bytes("xpu", index, properties.total_memory, notes),
+        has_bf16=bool(properties.has_bfloat16_conversions or properties.has_subgroup_matrix_multiply_accumulate),
+        has_fp16=bool(properties.has_fp16),
+    )
+
+
+def _free_bytes(api: str, index: int, otherwise: int, notes: list[str]) -> int:
+    try:
+        return int(getattr(torch, api).mem_get_info(index)[0])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        notes.append(f"free memory of device {index} could not be read, counted as {otherwise // MB} MB: {reason}")
+        return otherwise
+
+
+def npu_device(index: int, notes: list[str]) -> DeviceFacts:
+    """Read an Ascend device."""
     notes.append("the driver version of an Ascend device is not read")
-    devices = [(npu.get_device_name(index), *npu.mem_get_info(index)) for index in range(npu.device_count())]
-    return [DeviceFacts(api="npu", name=name, memory_total_bytes=total, memory_free_bytes=free) for name, free, total in devices]
+    free, total = torch.npu.mem_get_info(index)
+    return DeviceFacts(api="npu", name=torch.npu.get_device_name(index), memory_total_bytes=total, memory_free_bytes=free)
 
 
-def mps_devices(notes: list[str]) -> list[DeviceFacts]:
+def mps_device(index: int, notes: list[str]) -> DeviceFacts:
     """Read an Apple GPU; its memory is the share of the host's that Metal recommends."""
-    if not torch.backends.mps.is_available():
-        return []
     name = subprocess.run(("sysctl", "-n", "machdep.cpu.brand_string"), capture_output=True, text=True, check=False).stdout.strip()
     recommended = torch.mps.recommended_max_memory()
     notes.append("memory that other processes hold on an Apple GPU cannot be read: all that Metal recommends counts as free")
-    return [DeviceFacts(api="mps", name=name or "Apple, chip unknown", memory_total_bytes=recommended, memory_free_bytes=recommended)]
+    return DeviceFacts(api="mps", name=name or "Apple, chip unknown", memory_total_bytes=recommended, memory_free_bytes=recommended)
 
 
 def time_products(device: str, size: int = 2048, repeats: int = 10) -> dict[str, float]:

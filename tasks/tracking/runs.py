@@ -10,9 +10,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from tasks.memory import MB
-from tasks.params import Params
+from tasks.params import Params, dotted
 from tasks.records import Attempt, DatasetVersion, Evaluation, Hardware, Outcome, PrecisionPlan, RunFolder, RunRecord, Status, TrackedRun
-from tasks.tracking.entities import MAX_METRICS_PER_CALL, MetricsLine, as_metrics, entity_name, flatten, log_params, log_values
+from tasks.tracking.entities import MetricsLine, as_metrics, entity_name, log_params, log_values
 from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -50,7 +50,7 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
         client.update_run(run_id, status="RUNNING")
         # a param cannot be logged again with another value: what a resume set is in a tag, and whole in params.yaml
         kept = client.get_run(run_id).data.params
-        log_params(client, run_id, {key: value for key, value in flatten(resolved).items() if entity_name(key) not in kept})
+        log_params(client, run_id, {key: value for key, value in dotted(resolved).items() if entity_name(key) not in kept})
         client.log_text(run_id, hardware.model_dump_json(indent=2), "hardware.json")
         client.log_text(run_id, plan.model_dump_json(indent=2), "plan.json")
         client.log_text(run_id, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), "params.yaml")
@@ -68,7 +68,7 @@ def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
         run_id = _open(client, parent.experiment_id, attempt.name, same, tags)
         left_out = {"reason", "prediction", "effects"} | ({"variant", "seed"} if not attempt.variant else set())
         shown = attempt.model_dump(mode="json", exclude=left_out)
-        log_params(client, run_id, {**flatten(shown), "precision": attempt.precision.label})
+        log_params(client, run_id, {**dotted(shown), "precision": attempt.precision.label})
         if attempt.prediction is not None and attempt.prediction.available_bytes is not None:
             sizes = {"predicted_peak_mb": attempt.prediction.peak_bytes, "available_memory_mb": attempt.prediction.available_bytes}
             sizes |= {f"predicted_mb/{name}": size for name, size in attempt.prediction.categories.items()}
@@ -81,8 +81,7 @@ def log_steps(run: TrackedRun, lines: Sequence[MetricsLine]) -> None:
     """Log the metrics of some steps."""
     points = [point for line in lines for point in as_metrics(line.metrics, round(line.time * 1000), line.step)]
     with reaching(run.tracking_uri, "log metrics") as client:
-        for first in range(0, len(points), MAX_METRICS_PER_CALL):
-            client.log_batch(run.run_id, metrics=points[first : first + MAX_METRICS_PER_CALL])
+        client.log_batch(run.run_id, metrics=points)
 
 
 def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> None:
@@ -117,12 +116,12 @@ def log_dataset(run: TrackedRun, dataset: DatasetVersion, name: str) -> None:
         log_values(client, run.run_id, {"dataset.dvc_hash": version.dvc_hash, "dataset.restore": source["restore"]}, {})
 
 
-def close_parent_run(run: TrackedRun, record: RunRecord, steps: list[dict[str, float]], files: tuple[Path, ...]) -> None:
+def close_parent_run(record: RunRecord, steps: list[dict[str, float]], files: tuple[Path, ...]) -> None:
     """Close the run of a whole flow: its record, its evaluation, its checkpoint, and headline figures to compare runs by.
 
     `steps` are the metrics of each step that counts, oldest first; `files` are kept as they are.
     """
-    last = record.attempts[-1]
+    run, last = record.tracked, record.attempts[-1]
     tags: dict[str, object] = {
         "outcome.status": record.status,
         "base_model.dvc_hash": record.base_model.dvc_hash,
@@ -194,7 +193,10 @@ def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def log_rows(client: MlflowClient, run_id: str, rows: Sequence[Mapping[str, object]], file: str) -> None:
-    """Log a table whose rows have the same columns, once."""
-    # log_table appends: a repeated close must not double the rows
-    if rows and not any(item.path == file for item in client.list_artifacts(run_id)):
-        client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, file)
+    """Log a table whose rows have the same columns, in place of what was logged before."""
+    if not rows:
+        return
+    if any(item.path == file for item in client.list_artifacts(run_id)):
+        # log_table appends to what is there, whole or cut off by an interruption
+        client.log_text(run_id, json.dumps({"columns": [], "data": []}), file)
+    client.log_table(run_id, {name: [row[name] for row in rows] for name in rows[0]}, file)

@@ -246,3 +246,15 @@ def test_a_kill_by_the_kernel_in_a_limited_cgroup_is_a_shortage_of_the_host(limi
     assert (outcome.status, outcome.shortage) == ("out_of_memory", "host")
     assert outcome.failure is not None and "the memory cgroup counted 1 kill(s)" in outcome.failure.message
     assert outcome.last_state_dir == work.attempt_dir / "states" / "checkpoint-2"
+
+
+def test_a_budget_above_the_hard_limit_on_a_process_is_refused_before_any_work() -> None:
+    told = "memory.budget_mb is 9,000, but this process may have a data segment of 8,000 MB at most (ulimit -Hd); lower it"
+    check = (
+        "from tasks.engines.trl_local import TrlLocal\nfrom tasks.params import Params\nfrom tests.machines import hardware_of\n"
+        f"TrlLocal().check(hardware_of({CPU!r}), Params.model_validate({{'memory': {{'budget_mb': int(input())}}}}))"
+    )
+    command = ["bash", "-c", 'ulimit -d 8192000 && exec "$0" -c "$1"', sys.executable, check]
+    for budget, refused in ((9000, True), (7000, False)):
+        done = subprocess.run(command, input=str(budget), cwd=PROJECT_DIR, capture_output=True, text=True, check=False)
+        assert (told in done.stderr) == refused and bool(done.returncode) == refused, done.stderr

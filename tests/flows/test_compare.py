@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from mlflow.entities import Run
 
 from tasks.attempt_files import read_steps
-from tasks.comparison_measures import ComparisonRecord, run_values, variant_means
+from tasks.comparison_measures import ComparisonRecord
 from tasks.files import read_record
 from tests.flow_runs import FlowRun, run_flow
+from tests.flows.compared import every_figure_is_in_mlflow, runs_by_name
 
 TINY = (
     "--params",
@@ -33,12 +33,6 @@ def compared(flow_environment: dict[str, str]) -> FlowRun:
     return run_flow(flow_environment, *TINY, flow="compare")
 
 
-def children(run: FlowRun) -> dict[str, Run]:
-    parent = run.client.get_run(run.comparison.tracking_run_id)
-    found = run.client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
-    return {child.info.run_name: child for child in found}
-
-
 def test_a_variant_that_fails_is_a_row_that_says_what_happened_and_the_rest_goes_on(compared: FlowRun) -> None:
     assert compared.returncode == 0, compared.stderr[-3000:]
     well, wild, short = compared.comparison.measured.runs
@@ -58,31 +52,12 @@ def test_few_steps_are_indicative_and_give_no_verdict(compared: FlowRun) -> None
 
 
 def test_every_figure_of_the_report_is_in_mlflow(compared: FlowRun) -> None:
-    record, its = compared.comparison, children(compared)
-    parent = compared.client.get_run(record.tracking_run_id)
-    for run in record.measured.runs:
-        child = its[f"{run.variant}-seed{run.seed}"]
-        assert (child.data.tags["variant"], child.data.tags["seed"]) == (run.variant, str(run.seed))
-        assert child.data.tags.get("outcome.what_happened", "") == run.what_happened
-        for name, value in run_values(run).items():
-            assert child.data.metrics[f"measured/{name}"] == value, name
-    for variant, means in variant_means(record.measured.runs).items():
-        for name, value in means.items():
-            assert parent.data.metrics[f"{variant}/{name}"] == value, name
-    for served in record.measured.serving:
-        assert served.accuracy is not None and served.decode_time_ms is not None and served.decode_time_ms > 0
-        assert parent.data.metrics[f"serving/{served.precision}/accuracy"] == served.accuracy.share
-        assert parent.data.metrics[f"serving/{served.precision}/decode_time_ms"] == served.decode_time_ms
-    assert parent.data.metrics["training_seconds"] == record.training_seconds
-    assert parent.data.tags["verdict"] == " ".join(record.measured.verdict.sentences)
-    description = parent.data.tags["mlflow.note.content"]
-    assert all(child.info.run_id in description for child in its.values()) and "no verdict" in description
-    names = {item.path for item in compared.client.list_artifacts(record.tracking_run_id)}
-    assert {"report.html", "report.md", "comparison.json", "verdict.json", "runs.json", "curves", "summary.txt"} <= names
+    every_figure_is_in_mlflow(compared)
+    assert "no verdict" in compared.client.get_run(compared.comparison.tracking_run_id).data.tags["mlflow.note.content"]
 
 
 def test_every_step_is_in_mlflow_under_the_same_keys(compared: FlowRun) -> None:
-    its = children(compared)
+    its = runs_by_name(compared)
     assert set(its) == {"fp32-seed1", "wild-seed1", "short-seed1"}
     (done, *_) = compared.comparison.attempts
     for step in read_steps(done.attempt_dir):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasks.files import read_record
+from tasks.program_request import REQUEST_FILE, EvaluationBatch
 from tasks.records import RunRecord
 from tests.flow_runs import ROOT
 
@@ -61,7 +62,8 @@ def test_deployment_trains_again_on_the_same_inputs_and_leaves_the_tree_clean(wo
     assert [record.attempts[0].outcome.steps_done for record in (first, second)] == [2, 2]
     assert first.dataset == second.dataset
     assert first.base_model == second.base_model
-    assert not (new[1].parent / "evaluation" / "base").exists(), "the base model was evaluated again"
+    asked = read_record(new[1].parent / "evaluation" / REQUEST_FILE, EvaluationBatch).requests
+    assert [request.out_file.name for request in asked] == ["tuned.json"], "the base model was evaluated again"
     assert not (new[1].parent / "datasets").exists(), f"the dataset was built again: {shown}"
     assert not (ROOT / "runs" / new[0].parent.name).exists()
     assert git_status() == tree

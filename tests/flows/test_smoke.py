@@ -61,7 +61,7 @@ def test_mlflow_holds_the_run(smoke_run: FlowRun) -> None:
     assert record.checkpoint is not None
     assert parent.data.tags["checkpoint.dvc_hash"] == record.checkpoint.dvc_hash
     assert parent.data.tags["plan.reason"] == record.plan.reason
-    assert parent.data.tags["git.commit"] == str(record.source.git_commit)
+    assert parent.data.tags["git.commit"] == str(record.run.source.git_commit)
     assert parent.inputs.dataset_inputs[0].dataset.digest == record.dataset.version.dvc_hash[:8]
     assert record.evaluation is not None
     assert parent.data.metrics["accuracy_tuned"] == record.evaluation.tuned.share

@@ -12,7 +12,7 @@ from tasks.files import read_record
 from tasks.hardware_support import judge
 from tasks.machine_facts import DetectRequest, MachineFacts
 from tasks.program_request import ask_program
-from tasks.programs.detect import cuda_devices, driver_version, read_cpu, time_products, xpu_devices
+from tasks.programs.detect import accelerators, driver_version, read_cpu, time_products, xpu_device
 from tasks.records import Hardware, Support
 from tests.machines import DECISIONS, NAMES, UNUSABLE, facts_of, hardware_of
 
@@ -111,11 +111,11 @@ def test_an_integrated_gpu_may_take_what_the_host_has_free_and_a_nameless_one_is
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1, 2**50))
     monkeypatch.setattr(torch.version, "hip", None)
-    (orin,) = cuda_devices([])
+    (orin,) = accelerators([])
     assert orin.capability == "8.7" and 2**20 < orin.memory_free_bytes < 2**50
     monkeypatch.setattr(torch.version, "hip", "7.1")
     properties.name = ""
-    (card,) = cuda_devices([])
+    (card,) = accelerators([])
     assert (card.name, card.capability, card.memory_free_bytes) == ("gfx1201", "gfx1201", 1)
 
 
@@ -127,12 +127,10 @@ def test_a_gpu_that_does_not_tell_its_free_memory_is_no_end_and_says_so(monkeypa
     def fails(index: int) -> None:
         raise RuntimeError("The device (Intel(R) Graphics [0x7d67]) doesn't support querying the available free memory.")
 
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.xpu, "mem_get_info", fails)
     notes: list[str] = []
-    (device,) = xpu_devices(notes)
+    device = xpu_device(0, notes)
     assert device.memory_free_bytes == 2**34
     assert "doesn't support querying" in notes[0]
 

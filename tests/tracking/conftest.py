@@ -75,6 +75,8 @@ def run_folder(name: str, flow_run_id: str | None) -> RunFolder:
 
 @pytest.fixture
 def parent(request: pytest.FixtureRequest, state_dir: Path, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
-    params = Params.model_validate({"training": {"engine_args": {"note": "x" * 7000, "odd=key": [], "many": list(range(120))}}})
+    params = Params.model_validate(
+        {"training": {"engine_args": {"note": "x" * 7000, "odd=key": [], "many": {str(number): number for number in range(120)}}}}
+    )
     name = request.node.name
     return open_parent_run(run_folder(name, f"flow-{name}"), state_dir, params, hardware, plan)
