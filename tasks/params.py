@@ -301,6 +301,11 @@ class Params(Section):
             if retry.max_completion_length and retry.max_completion_length >= self.training.max_completion_length:
                 found = f"{retry.max_completion_length} is not below training.max_completion_length {self.training.max_completion_length}"
                 raise ValueError(f"memory.retries[{index}].max_completion_length {found}; lower it, or leave it null")
+            if retry.max_completion_length and self.training.loss_type == "dr_grpo":
+                why = "would change the loss: dr_grpo divides it by the completion length"
+                raise ValueError(
+                    f"memory.retries[{index}].max_completion_length {why}; leave it null, or set training.loss_type to dapo or grpo"
+                )
         return self
 
 

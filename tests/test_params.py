@@ -127,5 +127,15 @@ def test_what_the_refusal_of_a_divisor_names_is_taken() -> None:
     assert named and load_params(SHIPPED[0], (*asked, named[1])).memory.retries[0].micro_batch_divisor == 1
 
 
+def test_a_lever_that_changes_the_loss_is_refused_under_that_loss() -> None:
+    shorter = "memory.retries=[{max_completion_length: 8}]"
+    with pytest.raises(
+        RefusedInput, match=r"retries\[0\]\.max_completion_length would change the loss: dr_grpo .*loss_type to dapo or grpo"
+    ):
+        load_params(SHIPPED[0], ("training.loss_type=dr_grpo", "training.max_completion_length=16", shorter))
+    for loss in ("dapo", "grpo"):
+        load_params(SHIPPED[0], (f"training.loss_type={loss}", "training.max_completion_length=16", shorter))
+
+
 def test_preflight_off_needs_no_quotes() -> None:
     assert load_params(PROJECT_DIR / "params" / "retrain.yaml", ("memory.preflight=off",)).memory.preflight == "off"

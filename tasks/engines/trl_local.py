@@ -75,12 +75,16 @@ class TrlLocal:
                 remedy = "remove it, or set 'memory.retries=[{micro_batch_divisor: 1}]'"
                 raise RefusedInput(f"training.engine_args.{name}: {why}; {remedy}")
         compact = [params.training.compact_allocator, *(retry.compact_allocator for retry in params.memory.retries)]
-        if any(compact) and not COMPACT_ALLOCATOR.get(hardware.device_type):
+        if any(compact) and not self.has_compact_allocator(hardware):
             found = f"no setting of the allocator is known for {hardware.device_type} on this system"
             raise RefusedInput(f"compact_allocator (training or memory.retries) is true, but {found}; set it to false")
         if names:
             with tempfile.TemporaryDirectory() as folder:
                 ask_program("tasks.programs.check_engine_args", EngineArgsRequest(names=names), Path(folder), lambda line: None)
+
+    def has_compact_allocator(self, hardware: Hardware) -> bool:
+        """Return whether a setting of the allocator is known for this device and C library."""
+        return bool(COMPACT_ALLOCATOR.get(hardware.device_type))
 
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
         """Return the training program's command; a single process sees the first of the visible devices, each rank one of them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.attempt_files import read_steps
-from tasks.engines.trl_local import TrlLocal
+from tasks.engines.trl_local import COMPACT_ALLOCATOR, TrlLocal
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_record
 from tasks.host_memory import limit_files
@@ -109,6 +109,12 @@ def test_the_compact_allocator_is_set_by_the_devices_own_variables(
 def test_a_compact_allocator_is_refused_where_none_is_known(where: dict[str, object]) -> None:
     with pytest.raises(RefusedInput, match="no setting of the allocator is known for mps on this system; set it to false"):
         TrlLocal().check(hardware_of("apple_m4_max"), Params.model_validate(where))
+
+
+def test_the_heap_of_another_c_library_has_no_compact_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrlLocal().has_compact_allocator(hardware_of(CPU)) and not TrlLocal().has_compact_allocator(hardware_of("apple_m4_max"))
+    monkeypatch.setitem(COMPACT_ALLOCATOR, "cpu", {})
+    assert not TrlLocal().has_compact_allocator(hardware_of(CPU))
 
 
 def test_what_depends_on_the_micro_batch_is_refused_with_the_reason() -> None:
