@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.engines.base import EngineArgsRequest, EngineCommand
 from tasks.errors import RefusedInput
-from tasks.memory import MB, Evidence, classify_shortage
+from tasks.memory import MB, Evidence, classify_shortage, last_words
 from tasks.params import Params, TrainingParams
 from tasks.processes import ProgramExit
 from tasks.program_request import ask_program
@@ -137,7 +137,7 @@ def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgr
     rank = outcome.failure and outcome.failure.rank
     evidence = Evidence(
         device_type=hardware.device_type,
-        message="" if killed else ended.log_tail,  # what a log says last is not why its process was killed
+        message="" if killed else last_words(ended.log_tail),  # what a log says last is not why its process was killed
         killed_by_kernel=killed,
         cgroup_oom_kills=cgroup_oom_kills,
         peak_rss_bytes=peak_rss_bytes,
