@@ -286,7 +286,7 @@ class FinishedAttempt(Record):
     @property
     def peaks(self) -> dict[str, int | None]:
         """Return measured and predicted peak and the first less the second, in bytes; an attempt cut short shows no such error."""
-        measured, predicted = self.outcome.peak_memory_bytes, self.attempt.prediction and self.attempt.prediction.peak_bytes
+        measured, predicted = self.outcome.peak_memory_bytes, self.attempt.prediction.peak_bytes if self.attempt.prediction else None
         error = measured - predicted if self.outcome.status == "succeeded" and measured and predicted else None
         return {"peak_memory": measured, "predicted_peak": predicted, "prediction_error": error}
 
