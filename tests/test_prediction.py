@@ -13,7 +13,7 @@ from tasks.memory import MB
 from tasks.params import Params
 from tasks.peak_memory import PredictionRequest
 from tasks.precision import plan_precision
-from tasks.prediction import Forecast, predict_peak, what_would_fit
+from tasks.prediction import Forecast, predict_peak, what_would_fit, with_predictions
 from tasks.records import (
     ArtifactVersion,
     DatasetVersion,
@@ -44,7 +44,7 @@ MADE = MemoryPrediction(
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PredictionRequest]:
-    """Requests that reached the program, which answers MADE to each peak; two models that are alike, and another."""
+    """Requests that reached the program, which answers MADE to each peak."""
     requests: list[PredictionRequest] = []
 
     def program(module: str, request: PredictionRequest, work_dir: Path, say: object) -> None:
@@ -54,14 +54,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PredictionReq
 
     monkeypatch.setattr(prediction, "PREDICTIONS_DIR", tmp_path / "predictions")
     monkeypatch.setattr(prediction, "ask_program", program)
-    for name, text in (("a", "{}"), ("same", "{}"), ("other", '{"hidden_size": 8}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
     return requests
 
 
-def forecast(model_dir: Path, machine: str = "cpu_epyc_9r14", **memory: object) -> Forecast:
-    return Forecast(hardware_of(machine), Params.model_validate({"memory": memory}), model_dir, 8, lambda line: None)
+def forecast(machine: str = "cpu_epyc_9r14", **sections: object) -> Forecast:
+    return Forecast(hardware_of(machine), Params.model_validate(sections), 8, lambda line: None)
 
 
 def settings(**changed: object) -> list[tuple[Precision, MemoryLevers]]:
@@ -88,30 +85,30 @@ def test_what_is_available_is_the_budget_or_what_is_free_after_the_imports(tmp_p
     for machine, imports in (("tesla_t4", 0), ("cpu_epyc_9r14", 300 * MB)):
         free = hardware_of(machine).memory_free_bytes - imports
         for budget, found in ((None, free), (100.0, 100 * MB), (1e9, free)):
-            predicted = forecast(tmp_path / "a", machine, budget_mb=budget).predict(settings())
+            predicted = forecast(machine, memory={"budget_mb": budget}).predict(settings())
             assert predicted[0].available_bytes == found
 
 
 def test_a_prediction_is_made_once_for_what_it_depends_on(
     tmp_path: Path, asked: list[PredictionRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forecast(tmp_path / "a").predict([*settings(), *settings(), *settings(per_device_train_batch_size=4)])
+    forecast().predict([*settings(), *settings(), *settings(per_device_train_batch_size=4)])
     assert len(asked) == 1 and len(asked[0].peaks) == 2
-    forecast(tmp_path / "same").predict(settings())
+    forecast().predict(settings())
     assert len(asked) == 1
-    forecast(tmp_path / "other").predict(settings())
-    forecast(tmp_path / "a", "cpu_xeon_8488c").predict(settings())
+    forecast(base_model={"source": "scratch", "num_hidden_layers": 3}).predict(settings())
+    forecast("cpu_xeon_8488c").predict(settings())
     monkeypatch.setattr(prediction, "version", lambda library: "0.0")
-    forecast(tmp_path / "a").predict(settings())
+    forecast().predict(settings())
     assert len(asked) == 4
 
 
 def test_a_kept_prediction_that_cannot_be_read_is_made_again(tmp_path: Path, asked: list[PredictionRequest]) -> None:
-    forecast(tmp_path / "a").predict(settings())
+    forecast().predict(settings())
     (kept,) = (tmp_path / "predictions").iterdir()
     for broken in ("", "{", kept.read_text().replace("peak_bytes", "peak")):
         kept.write_text(broken)
-        assert forecast(tmp_path / "a").predict(settings())[0].peak_bytes == MADE.peak_bytes
+        assert forecast().predict(settings())[0].peak_bytes == MADE.peak_bytes
     assert len(asked) == 4
 
 
@@ -120,7 +117,7 @@ def test_what_is_free_is_read_again_before_each_attempt(
 ) -> None:
     params, hardware = Params(), hardware_of("cpu_epyc_9r14")
     plan = plan_precision(hardware, params)
-    setting = setting_of(tmp_path / "a", hardware, plan)
+    setting = setting_of(tmp_path, hardware, plan)
     memory = HostMemory(source="a test", total_bytes=2**40, available_bytes=500 * MB)
     with disable_run_logger():
         for available, fits in ((500, True), (450, False)):
@@ -138,9 +135,20 @@ def test_several_processes_share_the_hosts_memory_and_have_a_device_each(tmp_pat
     training = {"strategy": "ddp", "num_processes": 4}
     for machine, shares in (("rtx_2080_ti_x4", 1), ("cpu_epyc_9r14", 4)):
         hardware = hardware_of(machine)
-        made = Forecast(hardware, Params.model_validate({"training": training}), tmp_path / "a", 8, lambda line: None).predict(settings())
+        made = forecast(machine, training=training).predict(settings())
         assert made[0].available_bytes == hardware.memory_free_bytes // shares - (300 * MB if shares > 1 else 0)
     assert all(peak.num_processes == 4 for request in asked for peak in request.peaks.values())
+
+
+def test_a_plan_needs_neither_base_model_nor_dataset(asked: list[PredictionRequest], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "find_input", lambda *sought: None)
+    said: list[str] = []
+    for section in ({}, {"base_model": {"source": "scratch"}}):
+        params, hardware = Params.model_validate(section), hardware_of("cpu_epyc_9r14")
+        plan = with_predictions(plan_precision(hardware, params), hardware, params, said.append)
+        assert all(attempt.prediction for attempt in plan.attempts) and len(plan.levers) == 6
+    assert [{peak.prompt_length for peak in request.peaks.values()} for request in asked] == [{128}, {128}]
+    assert said[0].startswith("the dataset is not built yet: peaks are for prompts of 128 tokens") and "make data" in said[0]
 
 
 def lowered(levers: MemoryLevers) -> MemoryPrediction:
@@ -176,7 +184,6 @@ def test_what_would_fit_is_the_least_change_that_was_not_tried(
 
     monkeypatch.setattr(prediction, "PREDICTIONS_DIR", tmp_path / "predictions")
     monkeypatch.setattr(prediction, "ask_program", program)
-    (tmp_path / "config.json").write_text("{}")
     params, hardware = Params.model_validate({"memory": {"budget_mb": budget}}), hardware_of("cpu_epyc_9r14")
     plan = plan_precision(hardware, params)
     short = Outcome(status="out_of_memory", shortage="device")

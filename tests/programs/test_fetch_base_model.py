@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tasks.errors import HalfstepError
 from tasks.files import read_record
-from tasks.params import SmolLM2Params
+from tasks.params import BaseModelParams, SmolLM2Params
 from tasks.programs.fetch_base_model import build, load_smollm2
-from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, base_model_spec
+from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, base_model_spec, model_config
 from tests.builds import SCRATCH, same_bytes
 
 
@@ -36,6 +36,19 @@ def test_a_scratch_model_is_fp32_and_says_what_it_is(scratch_model_dir: Path) ->
     assert manifest.spec == base_model_spec(SCRATCH) and stored_dtypes(scratch_model_dir) == {"F32"}
     model = AutoModelForCausalLM.from_pretrained(scratch_model_dir)
     assert model.config.tie_word_embeddings and sum(weight.numel() for weight in model.parameters()) == manifest.num_parameters
+
+
+@pytest.mark.parametrize("base_model", [SCRATCH, SmolLM2Params()], ids=lambda base_model: base_model.source)
+def test_what_a_peak_depends_on_is_known_before_the_model_is_built(
+    base_model: BaseModelParams, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model_config(base_model)))
+    built = request.getfixturevalue("scratch_model_dir" if base_model is SCRATCH else "smollm2_dir")
+    known, found = (AutoConfig.from_pretrained(folder) for folder in (tmp_path, built))
+    for name in ("model_type", "tie_word_embeddings", "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
+        assert getattr(known, name) == getattr(found, name), name
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias"):
+        assert getattr(known, name) == getattr(found, name), name
 
 
 def test_every_byte_is_one_token_and_comes_back(scratch_model_dir: Path) -> None:
