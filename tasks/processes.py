@@ -28,13 +28,29 @@ TAIL_BYTES = 4000
 class ProgramExit:
     """How a child process ended. `returncode` is negative for a signal, as in `subprocess`.
 
-    `peak_rss_bytes` is the largest resident set of any child waited for so far: an upper bound for this one.
+    `peak_rss_bytes` is the largest resident set of this child, of any that it waited for, or of its parent when it was started.
     """
 
     returncode: int
     timed_out: bool
     log_tail: str
     peak_rss_bytes: int
+
+
+class _Child(subprocess.Popen[bytes]):
+    peak_rss_bytes = 0
+
+    def wait_for(self, seconds: float) -> None:
+        """Wait for the end, so long at most: `subprocess` does not tell what the child took."""
+        deadline = time.monotonic() + seconds
+        while self.returncode is None:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode, self.peak_rss_bytes = os.waitstatus_to_exitcode(status), peak_rss_bytes(usage)
+            elif time.monotonic() >= deadline:
+                return
+            else:
+                time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
 
 
 def run_program(
@@ -55,7 +71,7 @@ def run_program(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_seconds
     with log_path.open("ab") as log:
-        child = subprocess.Popen(
+        child = _Child(
             [sys.executable, "-m", module, *arguments],
             cwd=PROJECT_DIR,
             stdin=subprocess.DEVNULL,
@@ -66,31 +82,26 @@ def run_program(
         )
     timed_out = False
     try:
-        while child.poll() is None and not timed_out:
-            _wait(child, tick_seconds)
+        while child.returncode is None and not timed_out:
+            child.wait_for(tick_seconds)
             on_tick()
             timed_out = child.returncode is None and time.monotonic() > deadline
     finally:
         _stop_group(child)
     on_tick()
-    return ProgramExit(child.returncode, timed_out, log_tail(log_path), peak_rss_bytes(resource.RUSAGE_CHILDREN))
+    return ProgramExit(child.returncode, timed_out, log_tail(log_path), child.peak_rss_bytes)
 
 
-def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(seconds)
-
-
-def _stop_group(child: subprocess.Popen[bytes]) -> None:
+def _stop_group(child: _Child) -> None:
     # children that outlived their parent included
     try:
-        if child.poll() is None:
+        if child.returncode is None:
             _signal_group(child.pid, signal.SIGTERM)
-            _wait(child, GRACE_SECONDS)
+            child.wait_for(GRACE_SECONDS)
     finally:
         # a second Ctrl-C in the time of grace must not leave the group behind
         _signal_group(child.pid, signal.SIGKILL)
-        child.wait()
+        child.wait_for(math.inf)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -98,9 +109,9 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def peak_rss_bytes(whose: int) -> int:
-    """Return the largest resident set of this process (RUSAGE_SELF) or of any child waited for (RUSAGE_CHILDREN)."""
-    peak = resource.getrusage(whose).ru_maxrss
+def peak_rss_bytes(usage: resource.struct_rusage) -> int:
+    """Return the largest resident set that a usage tells of."""
+    peak = usage.ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 

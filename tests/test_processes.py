@@ -1,6 +1,7 @@
 """A child ends with all it started, whatever happens to its parent."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.memory import MB
 from tasks.places import PROJECT_DIR
-from tasks.processes import run_program
+from tasks.processes import peak_rss_bytes, run_program
 
 SLEEPER = """
 import subprocess, sys, time
@@ -91,6 +93,13 @@ def test_time_out_and_exit_code_are_told_apart(module_path: Path) -> None:
     late = run_program("sleeper", (str(module_path / "pid"),), module_path / "late.log", timeout_seconds=3, tick_seconds=0.1)
     assert late.timed_out
     assert late.returncode < 0
+
+
+def test_a_child_is_told_apart_from_those_before_it_by_what_it_took(module_path: Path) -> None:
+    (module_path / "taker.py").write_text("import sys; held = b'x' * int(sys.argv[1])\n")
+    own = peak_rss_bytes(resource.getrusage(resource.RUSAGE_SELF))
+    large, small = (run_program("taker", (str(size),), module_path / "log").peak_rss_bytes for size in (own + 100 * MB, 1))
+    assert small < large - 50 * MB and large > own + 100 * MB
 
 
 def test_what_a_child_left_running_is_ended(module_path: Path) -> None:

@@ -29,7 +29,7 @@ class DeviceMemory:
     """What training takes on its device; here where no better is known (macOS, XPU, NPU): peak resident set beyond the imports."""
 
     def __init__(self) -> None:
-        self._floor = peak_rss_bytes(resource.RUSAGE_SELF)
+        self._floor = peak_rss_bytes(resource.getrusage(resource.RUSAGE_SELF))
 
     def set_budget(self, budget_bytes: int) -> None:
         """Let every allocation beyond `budget_bytes` fail; refused on a platform without a limit that an allocation would meet."""
@@ -41,7 +41,7 @@ class DeviceMemory:
 
     def peak_bytes(self) -> int:
         """Return the highest use so far, beyond the imports."""
-        return peak_rss_bytes(resource.RUSAGE_SELF) - self._floor
+        return peak_rss_bytes(resource.getrusage(resource.RUSAGE_SELF)) - self._floor
 
     def available_bytes(self) -> int | None:
         """Return what could still be allocated now; None where it is not known."""

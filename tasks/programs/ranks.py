@@ -80,7 +80,8 @@ class Ranks:
         (self.job.attempt_dir / "outcome.json").unlink(missing_ok=True)
         shutil.rmtree(ranks_dir(self.job.attempt_dir), ignore_errors=True)
         cpus = usable_cpus(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, [])
-        devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.num_processes)))).split(",")
+        # set to nothing it hides every device, from each rank too
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.num_processes)))).split(",")
         # all are on this machine; a person's own settings win
         shared = {"OMP_NUM_THREADS": str(max(1, cpus // self.num_processes))}
         shared |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}

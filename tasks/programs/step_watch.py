@@ -35,7 +35,7 @@ class StepWatch:
         self._seconds[part] += _now() - started
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's metrics as DESIGN names them; call at its end."""
+        """Return the step's metrics, times in milliseconds; call at its end."""
         seconds = _now() - self._started
         return {
             "loss": self.loss,

@@ -15,6 +15,7 @@ from tasks.attempt_files import read_steps
 from tasks.files import read_record
 from tasks.params import Params, parse_params
 from tasks.places import PROJECT_DIR
+from tasks.programs.ranks import Ranks
 from tasks.records import Outcome
 from tests.training_runs import Inputs, smoke_params, train, write_job
 
@@ -89,6 +90,19 @@ def test_m7_two_ranks_train_one_model(whole: tuple[Params, Outcome, Path]) -> No
         "rng_state_1.pth",
     ]
     assert outcome.checkpoint_dir == attempt_dir / "checkpoint" and (attempt_dir / "checkpoint" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("visible", "each"), [("", ["", ""]), ("5", ["5", "5"]), ("5,7", ["5", "7"]), (None, ["0", "1"])])
+def test_a_rank_sees_one_of_the_visible_devices_or_none(
+    visible: str | None, each: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(Ranks, "_start", lambda ranks, rank, environment: seen.append(environment["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    Ranks(write_job(two_ranks(tmp_path), "fp32", Inputs(tmp_path, tmp_path), tmp_path / "attempt"), 2).start()
+    assert seen == each
 
 
 @pytest.mark.slow
