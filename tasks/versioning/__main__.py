@@ -1,6 +1,6 @@
 """What DVC keeps for halfstep: checkpoints and built inputs, by hash.
 
-examples:
+Examples:
   python -m tasks.versioning list
   python -m tasks.versioning restore 0123456789abcdef0123456789abcdef.dir /tmp/checkpoint
   python -m tasks.versioning verify
