@@ -42,7 +42,7 @@ def retrain(
         seed: seed of sampling and data order
         memory_budget_mb: MB that training may take
         overrides: further key=value overrides, such as training.num_generations=4
-        resume: name of an interrupted run to go on with; then all else is left out
+        resume: name of an interrupted run to go on with; then only memory and its levers may be set
     """
     resolved = resolve_params(params, precision, max_steps, learning_rate, seed, memory_budget_mb, overrides, resume)
     run = open_run(resolved, resume)

@@ -25,7 +25,7 @@ class AttemptLog:
 
     def __init__(self, parent: TrackedRun, attempt: Attempt, attempt_dir: Path, warn: Warn, retry_seconds: float = 10.0) -> None:
         """Begin at the file's start; `warn` is told once when the server goes away and once when it is back."""
-        self._attempt_dir = attempt_dir
+        self._attempt, self._attempt_dir = attempt, attempt_dir
         self._warn = warn
         self._retry_seconds = retry_seconds
         self._file = GrowingFile(attempt_dir / "metrics.jsonl")
@@ -50,7 +50,7 @@ class AttemptLog:
             return
         missing = self.finish(self.run, patience_seconds)
         try:
-            close_attempt_run(self.run, outcome, self._attempt_dir)
+            close_attempt_run(self.run, FinishedAttempt(attempt=self._attempt, outcome=outcome, attempt_dir=self._attempt_dir))
         except HalfstepError as error:
             missing = str(error)
         if missing:

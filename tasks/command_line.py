@@ -56,7 +56,8 @@ RETRAIN_EXAMPLES = """\
   python -m flows.retrain training.seed=7 precision.mode=fp16  override any field, as section.key=value
   python -m flows.retrain --plan                               hardware, attempts and reasons; trains nothing
   python -m flows.retrain --params params/smoke.yaml           the whole pipeline in about a minute
-  python -m flows.retrain --resume 20261201-221100-run         go on with a run that was stopped
+  python -m flows.retrain --resume 20261201-221100-run         go on with a run that was stopped, diverged or did not fit
+  python -m flows.retrain --resume RUN memory.budget_mb=4000   go on with more memory, or other memory levers
 
 exit codes: 0 done, 2 refused input, 3 no attempt fitted in memory, 4 diverged, 130 stopped, 1 anything else
 """
@@ -161,7 +162,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     for option in command.options:
         parser.add_argument(option.name, metavar=option.metavar, help=option.text, type=option.parse)
     parser.add_argument("--plan", action="store_true", help="show hardware, attempts and reasons, and stop")
-    parser.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped, by its name in runs/")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run that ended early, by its name in runs/")
     parser.add_argument("--json", action="store_true", help="print the run's record, or the plan, as JSON on standard output")
     return parser
 

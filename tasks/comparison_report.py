@@ -198,6 +198,8 @@ def _method(record: ComparisonRecord) -> list[str]:
     params, machine = Params.model_validate(record.params), record.hardware
     training, asked = params.training, params.comparison
     steps = f"{training.max_steps - asked.warmup_steps} measured steps after {asked.warmup_steps} of warm-up"
+    temperature = params.evaluation.temperature
+    how = f"at temperature {temperature:g}, with the same seed by every model," if temperature else "greedily"
     work = f"{training.effective_batch_size} completions a step in groups of {training.num_generations}"
     said = [f"{name} ({', '.join(f'{path} {value}' for path, value in fields.items())})" for name, fields in asked.variants.items()]
     rehearsed = dict.fromkeys(done.attempt.variant for done in record.attempts if done.attempt.rehearsal)
@@ -208,7 +210,7 @@ def _method(record: ComparisonRecord) -> list[str]:
         f"Variants: {'; '.join(said)}. {record.plan.reason}. Seeds {', '.join(map(str, asked.seeds))}.",
         f"Work: base model {params.base_model.source}, {steps}, {work}, {training.max_completion_length} tokens at most; the same "
         "prompts in the same order, the same seeds.",
-        f"Held out: {record.dataset.num_eval} problems, answered greedily in the format that trained (an fp32 head is no part of it); "
+        f"Held out: {record.dataset.num_eval} problems, answered {how} in the format that trained (an fp32 head is no part of it); "
         "95 % Wilson intervals.",
         f"Time of the whole comparison: {time_text(record)}.",
         f"Machine: {device}, {machine.num_cpus} CPUs{driver}, {machine.memory_total_bytes / MB:,.0f} MB; {versions}; "

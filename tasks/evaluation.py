@@ -107,6 +107,7 @@ def evaluation_request(setting: RunSetting, params: Params, done: FinishedAttemp
         precision=done.attempt.precision,
         batch_size=params.evaluation.batch_size,
         max_new_tokens=params.training.max_completion_length,
+        temperature=params.evaluation.temperature,
     )
 
 

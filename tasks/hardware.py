@@ -1,5 +1,6 @@
 """Detect the hardware in a child process, so that neither torch nor a device context stays in the flow's process."""
 
+import tempfile
 from pathlib import Path
 
 from prefect import task
@@ -7,11 +8,22 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from tasks.files import read_record
+from tasks.host_memory import read_host_memory
 from tasks.machine_facts import DetectRequest
 from tasks.program_request import ask_program
 from tasks.records import Hardware
 
 TIMEOUT_SECONDS = 120.0
+
+
+def free_memory(hardware: Hardware) -> int:
+    """Return the bytes that are free on `hardware` now; a child process asks an accelerator, which takes seconds."""
+    if hardware.device_type == "cpu":
+        return read_host_memory().free_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        request = DetectRequest(facts_file=Path(folder, "facts.json"), hardware_file=Path(folder, "hardware.json"))
+        ask_program("tasks.programs.detect", request, Path(folder), lambda line: None, TIMEOUT_SECONDS)
+        return read_record(request.hardware_file, Hardware).memory_free_bytes
 
 
 @task(cache_policy=NO_CACHE)

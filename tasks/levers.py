@@ -1,9 +1,10 @@
 """Levers on peak memory: what a retry pulls, and what to say of it. Pure."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from tasks.params import Params, RetryParams
-from tasks.records import DeviceType, MemoryLevers
+from tasks.records import MemoryLevers
 
 # rank of the adapters that a suggestion names
 LORA_RANK = 16
@@ -29,7 +30,8 @@ def baseline_levers(params: Params) -> MemoryLevers:
 
 def retry_levers(baseline: MemoryLevers, retry: RetryParams) -> MemoryLevers:
     """Return the levers of a retry, derived from the baseline's; the effective batch stays the same."""
-    smaller = with_lever(baseline, "per_device_train_batch_size", baseline.per_device_train_batch_size // retry.micro_batch_divisor)
+    micro_batch = baseline.per_device_train_batch_size
+    smaller = with_lever(baseline, "per_device_train_batch_size", micro_batch // retry.divisor(micro_batch))
     pulled = ("gradient_checkpointing", "optimizer_8bit", "compact_allocator", "lora_rank", "max_completion_length")
     return smaller.model_copy(update={name: getattr(retry, name) or getattr(baseline, name) for name in pulled})
 
@@ -77,30 +79,37 @@ def levers_pulled(old: MemoryLevers, new: MemoryLevers) -> str:
     pulled = [f"{lever}{' (changes the task)' * (lever in TASK_CHANGING)} {text}" for lever, text, _ in changes(old, new)]
     if not pulled:
         return "No lever is pulled: only a smaller rollout chunk, after a shortage in the rollout, can free memory"
-    return f"Levers pulled: {', '.join(pulled)}; the effective batch stays {new.effective_batch_size}"
+    size = new.per_device_train_batch_size
+    stays = f"the micro-batch stays {size}, " if size == old.per_device_train_batch_size else ""
+    return f"Levers pulled: {', '.join(pulled)}; {stays}the effective batch stays {new.effective_batch_size}"
 
 
-def single_levers(levers: MemoryLevers) -> list[Change]:
-    """Return each lever that is not yet pulled, pulled alone."""
-    half, odd = divmod(levers.per_device_train_batch_size, 2)
-    wanted = {
-        "per_device_train_batch_size": levers.per_device_train_batch_size if odd else half,
+def single_levers(levers: MemoryLevers, compact: bool) -> list[Change]:
+    """Return each lever that is not yet pulled, pulled alone; `compact`: whether a compact allocator is there."""
+    return [change for field, value in _wanted(levers, compact).items() for change in changes(levers, with_lever(levers, field, value))]
+
+
+def thriftier(levers: MemoryLevers, compact: bool) -> list[MemoryLevers]:
+    """Return levers that change more and more: each alone, then together, then as little as can be; LoRA changes the task and is last."""
+    wanted = _wanted(levers, compact)
+    rank, states = wanted.pop("lora_rank"), wanted.pop("optimizer_8bit")
+    together = list(accumulate(wanted.items(), lambda made, item: with_lever(made, *item), initial=levers))
+    small = with_lever(with_lever(together[-1], "rollout_batch_size", 1), "per_device_train_batch_size", 1)
+    alone = [with_lever(levers, field, value) for field, value in (*wanted.items(), ("optimizer_8bit", states))]
+    tried = [*alone, *together, small, with_lever(small, "optimizer_8bit", states), with_lever(small, "lora_rank", rank)]
+    return [one for one in dict.fromkeys(tried) if one != levers]
+
+
+def _wanted(levers: MemoryLevers, compact: bool) -> dict[str, object]:
+    micro_batch = levers.per_device_train_batch_size
+    return {
+        "per_device_train_batch_size": micro_batch // RetryParams().divisor(micro_batch),
         "gradient_checkpointing": True,
         "rollout_batch_size": max(1, (levers.rollout_batch_size or levers.effective_batch_size) // 2),
         "optimizer_8bit": levers.optimizer_8bit or levers.lora_rank is None,
-        "compact_allocator": True,
+        "compact_allocator": levers.compact_allocator or compact,
         "lora_rank": levers.lora_rank or LORA_RANK,
     }
-    return [change for field, value in wanted.items() for change in changes(levers, with_lever(levers, field, value))]
-
-
-def thriftier(levers: MemoryLevers, device_type: DeviceType) -> list[MemoryLevers]:
-    """Return levers that take less and less; what changes the task (LoRA) comes last."""
-    pulled = {"gradient_checkpointing": True, "rollout_batch_size": 1, "compact_allocator": device_type != "mps"}
-    small = levers.model_copy(update=pulled)
-    small = with_lever(small, "per_device_train_batch_size", 1)
-    full = levers.lora_rank is None
-    return [small, with_lever(small, "optimizer_8bit", full), with_lever(small, "lora_rank", levers.lora_rank or LORA_RANK)]
 
 
 def _shown(value: bool | int | None) -> str:

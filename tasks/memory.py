@@ -23,40 +23,52 @@ _TYPES: dict[str, Holder] = {"OutOfMemoryError": "device", "MemoryError": "host"
 _TEXTS: tuple[tuple[Holder, str], ...] = (
     # torch's allocators; the runtime and the driver below them; what torch asserts of NVML when it reports that memory ran out
     ("device", r"(CUDA|HIP|XPU|NPU|MPS backend) out of memory|(CUDA|HIP)( driver)? error: out of memory"),
+    ("device", r"would exceed allowed memory|CUDA_ERROR_OUT_OF_MEMORY|(runtime error \(2\) |Triton Error \[(CUDA|HIP)\]).*: out of memory"),
     ("device", r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"),
     # libraries on CUDA and ROCm: BLAS, solvers, FFT, convolutions, collectives, 8-bit optimizers
     ("device", r"(CU|HIP)(BLAS|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|SPARSE_STATUS_INSUFFICIENT_RESOURCES|FFT_ALLOC_FAILED"),
     ("device", r"CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|rocblas_status_memory_error"),
     ("device", r"miopenStatusAllocFailed|Memory not available to allocate buffer|(Cuda|HIP) failure (\d+ )?'out of memory'"),
     ("device", r"Failed to CUDA calloc|Error out of memory at line \d+ in file"),
-    # Level Zero, Metal, Ascend
+    # Level Zero, Metal (a buffer of size 0 is a fault of its own), Ascend; oneDNN, which computes on the host too
     ("device", r"(UR|PI|ZE)_(RESULT_)?ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)"),
-    ("device", r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Invalid buffer size: [\d.]+ [KMGT]i?B"),
-    ("device", r"EL0004\)?:.*Failed to allocate memory|Failed to apply for memory"),
+    ("device", r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Invalid buffer size: [\d.]+ [KMGT]i?B|private MTLBuffer for size [1-9]"),
+    ("device", r"EL0004\)?:.*Failed to allocate memory|Failed to apply for memory|could not create a memory object"),
     # vLLM
     ("device", r"No available memory for the cache blocks|[Ff]ree memory on device .* less than desired GPU memory utilization"),
     ("device", r"larger than the (available KV cache memory|maximum number of tokens that can be stored in KV cache)"),
     # torch on a CPU, glibc and C++; Rust (tokenizers, safetensors), Arrow, numpy, Python; the host's side of a device
     ("host", r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc"),
+    ("host", r"could not create a memory object|mkl_malloc: failed to allocate|libgomp: Out of memory allocating"),
     ("host", r"memory allocation of \d+ bytes failed|malloc of size \d+ failed|Unable to allocate .* for an array|^MemoryError"),
     ("host", r"(UR|PI|ZE)_(RESULT_)?ERROR_OUT_OF_HOST_MEMORY|CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
 )
 # said of a shortage and of other faults too (an unknown shape, a driver, a limit on threads): a shortage only where next to
 # nothing was left on the device
-_AMBIGUOUS = r"could not (create|execute) a primitive|can't start new thread|CUBLAS_STATUS_NOT_INITIALIZED|nable to find an? (valid|engine)"
+_AMBIGUOUS = (
+    r"could not (create|execute) a primitive|can't start new thread|CUBLAS_STATUS_NOT_INITIALIZED|nable to find an? (valid|engine)"
+    r"|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
+)
 SCARCE_BYTES = 32 * MB
+# a log's lines that belong to others around them, what begins an account of a process's end, and how many lines tell of it at most
+_INSIDE = re.compile(r"\s*$|  File |    |frame #")
+_ACCOUNT = re.compile(r"Traceback \(most recent call last\)|terminate called|Fatal Python error: (?!Aborted)|Segmentation fault")
+LAST_LINES = 8
 # of what is in use: nearly every shortage on a GPU leaves some memory reserved and unused, too little to carry an attempt further
 FRAGMENTED_SHARE = 0.05
 
 _UNITS = {unit: 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1) for unit in (f"{letter}B", f"{letter}iB")}
 _SIZE = r"(\d+\.?\d*)\s*(?:bytes|([KMGT]i?B))?"
-_ASKED = r"[Tt]ried to (?:allocate|mmap)|Unable to allocate|memory allocation of|malloc of size|CUDA calloc|buffer(?: size)?:"
-_REQUESTED = re.compile(rf"(?:{_ASKED}|desired GPU memory utilization \([\d.]+,)\s+{_SIZE}")
-_FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free;|[Ff]ree memory on device [^(]*\((\d+\.?\d*)/\S+ ([KMGT]iB)")
-_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated|MPS allocated: {_SIZE}")
+_ASKED = r"ried to (?:allocate|mmap)|Unable to allocate|memory allocat(?:ion of|ing)|(?:malloc of|for) size|CUDA calloc|buffer(?: size)?:"
+_REQUESTED = re.compile(rf"(?:{_ASKED}|Requested *:|desired GPU memory utilization \([\d.]+,)\s+{_SIZE}")
+_FREE = re.compile(
+    rf"of which {_SIZE} is free|; {_SIZE} free;|Free \(according to CUDA\): {_SIZE}|Available Free mem : {_SIZE}"
+    r"|[Ff]ree memory on device [^(]*\((\d+\.?\d*)/\S+ ([KMGT]iB)"
+)
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated|(?:MPS|Currently) allocated *: {_SIZE}")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _RESERVED = re.compile(rf"{_SIZE} reserved in total by PyTorch")
-_ALLOWED = re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}")
+_ALLOWED = re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}|PyTorch limit [^:]*: {_SIZE}")
 _OTHERS = re.compile(rf"other allocations: {_SIZE}")
 
 
@@ -107,8 +119,8 @@ def classify_shortage(evidence: Evidence) -> ShortageKind | None:
 
 
 def _holder_of_text(evidence: Evidence) -> Holder | None:
-    scarce = evidence.available_bytes is not None and evidence.available_bytes < SCARCE_BYTES
-    if scarce and re.search(_AMBIGUOUS, evidence.message):
+    left = (size for size in (evidence.available_bytes, free_bytes(evidence.message)) if size is not None)
+    if min(left, default=SCARCE_BYTES) < SCARCE_BYTES and re.search(_AMBIGUOUS, evidence.message):
         return "device"
     holders = (holder for holder, text in _TEXTS if re.search(text, evidence.message, re.MULTILINE))
     return next((holder for holder in holders if holder == "host" or evidence.device_type != "cpu"), None)
@@ -117,6 +129,13 @@ def _holder_of_text(evidence: Evidence) -> Holder | None:
 def _killed_for_memory(evidence: Evidence) -> bool:
     near_limit = evidence.host_memory_bytes is not None and (evidence.peak_rss_bytes or 0) > 0.95 * evidence.host_memory_bytes
     return evidence.killed_by_kernel and (evidence.cgroup_oom_kills > 0 or near_limit)
+
+
+def last_words(log: str) -> str:
+    """Return the few lines of a log that can tell why its process died: the last, not further back than its last traceback."""
+    lines = [line for line in log.splitlines() if not _INSIDE.match(line)]
+    start = max((number for number, line in enumerate(lines) if _ACCOUNT.search(line)), default=0)
+    return "\n".join(lines[start:][-LAST_LINES:])
 
 
 def is_fragmented(message: str) -> bool:

@@ -21,26 +21,31 @@ def next_attempt(plan: PrecisionPlan, finished: tuple[FinishedAttempt, ...], par
     each begun once. After a divergence nothing runs in a precision that diverged or in a narrower one: a retry then takes the
     fallback's. Fragmented memory leads to the same attempt with a compact allocator, once; a shortage of host memory that no
     lever frees to nothing. What was ended from outside goes on, `MAX_PREEMPTIONS` times without a new training state in between.
-    What was interrupted or failed in an earlier start of the run is made again; what failed in this start is not.
+    What was interrupted or failed in an earlier start of the run is made again; what failed in this start is not. What was skipped in
+    an earlier start is decided anew, and where a shortage left nothing to try, the last attempt is made again: what is available, and
+    what a resume may set, can have changed since.
     """
-    if not finished:
-        return plan.attempts[0]
-    last = finished[-1]
-    status, number, label = last.outcome.status, last.attempt.number, last.attempt.precision.label
-    begun = {done.attempt.number for done in finished}
-    diverged = {done.attempt.precision.label for done in finished if done.outcome.status == "diverged"}
-    same = [_widened(attempt, last.attempt, diverged) for attempt in plan.attempts if attempt.number == number]
-    left = [attempt for attempt in plan.attempts if attempt.number not in begun]
+    tried = tuple(done for done in finished if not _predicted_before(done))
+    if not tried:
+        return _fitted(plan.attempts[0], finished, params) if finished else plan.attempts[0]
+    last = tried[-1]
+    status, label = last.outcome.status, last.attempt.precision.label
+    begun = {_place(done.attempt) for done in tried}
+    diverged = {done.attempt.precision.label for done in tried if done.outcome.status == "diverged"}
+    same = [_widened(attempt, last.attempt, diverged) for attempt in plan.attempts if _place(attempt) == _place(last.attempt)]
+    # a resume may have taken the retry away
+    again = same or [attempt for attempt in plan.attempts if (attempt.label == "fallback") == bool(diverged)][-1:]
+    left = [attempt for attempt in plan.attempts if _place(attempt) not in begun]
     chosen: list[Attempt] = []
     if status in SHORT:
         answered = last.outcome.shortage != "host" or plan.device_type in SHARED_MEMORY
         retries = [_widened(attempt, last.attempt, diverged) for attempt in left if attempt.label == "retry" and answered]
-        chosen = same if _only_fragmented(last) else retries
+        chosen = same if _only_fragmented(last) else retries or (again if last.in_earlier_start else [])
     elif status == "diverged" and not (last.outcome.failure and last.outcome.failure.error_type == NothingLearned.__name__):
         wider = [attempt for attempt in left if attempt.label == "fallback" and attempt.precision.label in WIDER[label]]
         chosen = [attempt for attempt in wider if attempt.precision.label not in diverged]
-    elif status != "succeeded" and (last.in_earlier_start or 0 < preemptions(finished) <= MAX_PREEMPTIONS):
-        chosen = same
+    elif status != "succeeded" and (last.in_earlier_start or 0 < preemptions(tried) <= MAX_PREEMPTIONS):
+        chosen = again
     return _fitted(chosen[0], finished, params) if chosen else None
 
 
@@ -49,6 +54,11 @@ def preemptions(finished: tuple[FinishedAttempt, ...]) -> int:
     last = (finished[-1].attempt.number, "cancelled", finished[-1].outcome.last_state_dir, False)
     ends = ((done.attempt.number, done.outcome.status, done.outcome.last_state_dir, done.in_earlier_start) for done in reversed(finished))
     return len(list(takewhile(lambda end: end == last, ends)))
+
+
+def _place(attempt: Attempt) -> tuple[str, int | str]:
+    # a resume may set more or fewer retries, after which fallbacks have other numbers
+    return attempt.label, attempt.precision.label if attempt.label == "fallback" else attempt.number
 
 
 def _only_fragmented(done: FinishedAttempt) -> bool:
@@ -63,6 +73,10 @@ def run_status(finished: tuple[FinishedAttempt, ...]) -> Status:
     return "failed" if last == "cancelled" else last
 
 
+def _predicted_before(done: FinishedAttempt) -> bool:
+    return done.in_earlier_start and done.outcome.status == "skipped"
+
+
 def _widened(retry: Attempt, last: Attempt, diverged: set[str]) -> Attempt:
     if retry.label != "retry" or all(retry.precision.label in WIDER[label] for label in diverged):
         return retry
@@ -72,7 +86,8 @@ def _widened(retry: Attempt, last: Attempt, diverged: set[str]) -> Attempt:
 
 def _fitted(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Params) -> Attempt:
     levers, notes = attempt.levers, [attempt.reason]
-    resumption = sum(done.attempt.number == attempt.number for done in finished)
+    before = [done for done in finished if _place(done.attempt) == _place(attempt)]
+    finished = tuple(done for done in finished if not _predicted_before(done))
     if attempt.label == "fallback":
         levers = finished[-1].attempt.levers
         source = next(done.attempt for done in reversed(finished) if done.outcome.status == "diverged")
@@ -83,15 +98,17 @@ def _fitted(attempt: Attempt, finished: tuple[FinishedAttempt, ...], params: Par
     if not levers.compact_allocator and any(_only_fragmented(done) for done in finished):
         levers = levers.model_copy(update={"compact_allocator": True})
         notes.append("Memory was fragmented: compact allocator off -> on")
-    if times := preemptions(finished) if resumption else 0:
+    if before and _predicted_before(before[-1]):
+        notes.append("Skipped in an earlier start of the run, and decided anew by what is available now")
+    elif times := preemptions(finished) if before else 0:
         notes.append(f"Ended from outside by SIGTERM, which the run did not ask for ({times} of at most {MAX_PREEMPTIONS} in a row)")
-    elif resumption:
+    elif before:
         notes.append("Begun before and not finished")
     state, note = _state_for(levers, finished)
-    if not note and (resumption or attempt.label == "fallback"):
+    if not note and (before or attempt.label == "fallback"):
         note = "Starts anew: no training state was saved"
     notes += [note] if note else []
-    return attempt.model_copy(update={"levers": levers, "resumption": resumption, "resume_from": state, "reason": ". ".join(notes)})
+    return attempt.model_copy(update={"levers": levers, "resumption": len(before), "resume_from": state, "reason": ". ".join(notes)})
 
 
 def _state_for(levers: MemoryLevers, finished: tuple[FinishedAttempt, ...]) -> tuple[Path | None, str]:

@@ -35,7 +35,9 @@ class Section(BaseModel):
         # Python counts true as 1
         for name, field in cls.model_fields.items():
             if isinstance(data, dict) and isinstance(data.get(name), bool) and bool not in _members(field.annotation):
-                raise ValueError(f"{name} takes a number or a text, not true or false")
+                members = _members(field.annotation)
+                wanted = " | ".join(members) if all(isinstance(member, str) for member in members) else "a number or a text"
+                raise ValueError(f"{name} takes {wanted}, not true or false (as YAML reads on, off, yes and no without quotes)")
         return data
 
 
@@ -190,6 +192,13 @@ class TrainingParams(Section):
         return self
 
     @model_validator(mode="after")
+    def _chunk_of_a_step(self) -> Self:
+        if self.rollout_batch_size and self.rollout_batch_size > self.effective_batch_size:
+            step = f"the {self.effective_batch_size} completions of a step (per_device_train_batch_size x gradient_accumulation_steps)"
+            raise ValueError(f"rollout_batch_size {self.rollout_batch_size} is above {step}; lower it, or set it to null for all of them")
+        return self
+
+    @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         if self.total_batch_size % self.num_generations:
             processes = " x num_processes" if self.num_processes > 1 else ""
@@ -204,7 +213,9 @@ class RetryParams(Section):
     """One further attempt after a shortage of memory; it derives from the original plan."""
 
     precision: Literal["bf16", "fp16", "fp32"] = Field("fp16", description="mixed precision of the retry")
-    micro_batch_divisor: int = Field(2, ge=1, description="micro-batch divided by this, accumulation multiplied by it")
+    micro_batch_divisor: int | None = Field(
+        None, ge=1, description="micro-batch divided by this, accumulation multiplied by it; null: by 2, or the next that divides it"
+    )
     gradient_checkpointing: bool = Field(True, description="recompute activations in the backward")
     rollout_divisor: int = Field(2, ge=1, description="rollout chunk divided by this, if the shortage came in the rollout")
     optimizer_8bit: bool = Field(False, description="AdamW's states in 8 bits; they begin anew, those of the training state are in 32")
@@ -212,12 +223,16 @@ class RetryParams(Section):
     lora_rank: int | None = Field(None, ge=1, description="changes the task: train LoRA adapters of this rank instead of all weights")
     max_completion_length: int | None = Field(None, ge=1, description="changes the task: shorter completions, in tokens")
 
+    def divisor(self, micro_batch: int) -> int:
+        """Return what a micro-batch is divided by: 1 where nothing is left to divide."""
+        return self.micro_batch_divisor or next((n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 1)
+
 
 class MemoryParams(Section):
     """What training may take, and what to do when it is not enough."""
 
     budget_mb: float | None = Field(
-        None, gt=0, description="MB training may take beyond the process after its imports; null: what the device has"
+        None, gt=0, le=2**40, description="MB training may take beyond the process after its imports; null: what the device has"
     )
     preflight: Literal["skip", "warn", "off"] = Field(
         "skip", description="an attempt that cannot fit by its predicted peak is not tried; warn: it is, with a warning; off: no prediction"
@@ -230,6 +245,7 @@ class EvaluationParams(Section):
 
     batch_size: int = Field(32, ge=1, description="problems answered at once")
     correct_threshold: float = Field(1.0, gt=0, le=1, description="score from which an answer counts as correct")
+    temperature: float = Field(0.0, ge=0, description="0: greedy; otherwise answers are sampled, with the same seed for every model")
     num_samples: int = Field(5, ge=0, description="completions shown before and after")
 
 
@@ -277,14 +293,20 @@ class Params(Section):
         if self.reward.scorer == "reasoning_gym" and self.dataset.source != "reasoning_gym":
             raise ValueError(f"reward.scorer 'reasoning_gym' needs dataset.source 'reasoning_gym', found {self.dataset.source!r}")
         for index, retry in enumerate(self.memory.retries):
-            if self.training.per_device_train_batch_size % retry.micro_batch_divisor:
+            if self.training.per_device_train_batch_size % (retry.micro_batch_divisor or 1):
                 raise ValueError(
                     f"memory.retries[{index}].micro_batch_divisor {retry.micro_batch_divisor} does not divide "
-                    f"training.per_device_train_batch_size {self.training.per_device_train_batch_size}; take one that does, 1 at least"
+                    f"training.per_device_train_batch_size {self.training.per_device_train_batch_size}; leave it null, or take "
+                    "one that does: 'memory.retries=[{micro_batch_divisor: 1}]'"
                 )
             if retry.max_completion_length and retry.max_completion_length >= self.training.max_completion_length:
                 found = f"{retry.max_completion_length} is not below training.max_completion_length {self.training.max_completion_length}"
                 raise ValueError(f"memory.retries[{index}].max_completion_length {found}; lower it, or leave it null")
+            if retry.max_completion_length and self.training.loss_type == "dr_grpo":
+                why = "would change the loss: dr_grpo divides it by the completion length"
+                raise ValueError(
+                    f"memory.retries[{index}].max_completion_length {why}; leave it null, or set training.loss_type to dapo or grpo"
+                )
         return self
 
 
@@ -364,6 +386,13 @@ def dotted(tree: Any, prefix: str = "") -> Any:
     for key, value in tree.items():
         rows |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return rows
+
+
+def differences(old: Params, new: Params) -> dict[str, tuple[Any, Any]]:
+    """Return the values that set two params apart, old and new, by dotted path."""
+    before, after = (dotted(params.model_dump(mode="json")) for params in (old, new))
+    paths = dict.fromkeys((*before, *after))
+    return {path: (before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)}
 
 
 def _fault(details: ErrorDetails) -> str:

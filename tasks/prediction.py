@@ -12,8 +12,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from pydantic import ValidationError
 
+from tasks.engines.catalog import ENGINES
 from tasks.errors import HalfstepError
 from tasks.files import read_record
+from tasks.hardware import free_memory
 from tasks.levers import changes, single_levers, thriftier
 from tasks.memory import MB
 from tasks.next_attempt import SHORT
@@ -116,26 +118,42 @@ def predict_peak(attempt: Attempt, setting: RunSetting, params: Params) -> Attem
 
 @task(cache_policy=NO_CACHE)
 def what_would_fit(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt, ...]) -> str:
-    """Return the smallest change predicted to fit, as overrides, after a run that ended for want of memory; otherwise nothing."""
+    """Return the least change predicted to fit, as overrides, after a run that ended for want of memory; otherwise nothing.
+
+    What does not change the task comes before what does, and then what surely fits before what may.
+    """
     last = finished[-1].outcome
     if last.status not in SHORT or last.shortage == "host" or params.memory.preflight == "off":
         return ""
-    baseline = setting.plan.attempts[0]
-    tried = thriftier(baseline.levers, setting.hardware.device_type)
+    baseline, made = setting.plan.attempts[0], {done.attempt.levers for done in finished}
+    tried = [one for one in thriftier(baseline.levers, _has_compact_allocator(setting.hardware, params)) if one not in made]
+    if not tried:
+        return "No lever is left to pull: it takes more memory, or a smaller model"
     try:
         found = _of_run(setting, params, get_run_logger().info).predict([(baseline.precision, levers) for levers in tried])
     except HalfstepError as error:
         return f"What would fit could not be predicted: {error}"
-    for levers, prediction in zip(tried, found, strict=True):
-        if prediction.fits:
-            sure = "would" if prediction.surely_fits else "might"
-            return f"By prediction this {sure} fit: {overrides_text(levers)} ({prediction_text(prediction)})"
-    return f"Nothing would fit, not even {overrides_text(tried[-1])}: {prediction_text(found[-1])}"
+
+    def last_resort(index: int) -> tuple[bool, bool]:
+        return tried[index].lora_rank != baseline.levers.lora_rank, not found[index].surely_fits
+
+    fitting = [index for index, prediction in enumerate(found) if prediction.fits]
+    least = min(fitting, key=last_resort, default=-1)
+    told = f"{overrides_text(tried[least], params)} ({prediction_text(found[least])})"
+    if not fitting:
+        return f"Nothing would fit, not even {told}"
+    return f"By prediction this {'would' if found[least].surely_fits else 'might'} fit: {told}"
+
+
+def _has_compact_allocator(hardware: Hardware, params: Params) -> bool:
+    return ENGINES[params.training.engine].has_compact_allocator(hardware)
 
 
 def _of_run(setting: RunSetting, params: Params, say: Say) -> Forecast:
     prompt_length = read_record(setting.dataset.version.path / MANIFEST_FILE, DatasetManifest).longest_prompt
-    return Forecast(setting.hardware, params, setting.base_model.path, prompt_length, say)
+    # what others hold may have changed since the flow began
+    hardware = setting.hardware.model_copy(update={"memory_free_bytes": free_memory(setting.hardware)})
+    return Forecast(hardware, params, setting.base_model.path, prompt_length, say)
 
 
 def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Say) -> PrecisionPlan:
@@ -148,7 +166,7 @@ def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, sa
         say("no peak is predicted: the base model is not built yet; a first run builds it (that of params/retrain.yaml: make data)")
         return plan
     longest = read_record(data.path / MANIFEST_FILE, DatasetManifest).longest_prompt if data else params.dataset.max_prompt_length
-    alone = single_levers(plan.attempts[0].levers)
+    alone = single_levers(plan.attempts[0].levers, _has_compact_allocator(hardware, params))
     settings = [(attempt.precision, attempt.levers) for attempt in plan.attempts]
     settings += [(plan.attempts[0].precision, change.levers) for change in alone]
     try:

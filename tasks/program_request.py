@@ -35,6 +35,7 @@ class EvaluationRequest(Record):
     precision: Precision
     batch_size: int = Field(ge=1, description="problems answered at once")
     max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(default=0.0, ge=0, description="0: greedy")
 
 
 class EvaluationBatch(Record):
@@ -44,7 +45,7 @@ class EvaluationBatch(Record):
 
 
 class ScoredAnswer(Record):
-    """A greedy completion of one problem."""
+    """A completion of one problem."""
 
     question: str
     expected: str

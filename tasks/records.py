@@ -119,7 +119,8 @@ class MemoryPrediction(Record):
     """What training is expected to take at its peak: the quantity that a budget limits and an outcome's peak measures."""
 
     peak_bytes: int
-    error_bytes: int = Field(description="the measured peak lies within peak_bytes +- this")
+    least_bytes: int = Field(description="no measured peak lay below this")
+    most_bytes: int = Field(description="no measured peak lay above this")
     phase: Phase = Field(description="where the peak comes")
     categories: dict[str, int] = Field(description="bytes by what they hold, at the peak; their sum is peak_bytes")
     phases: dict[Phase, int] = Field(description="highest use of each phase")
@@ -128,13 +129,13 @@ class MemoryPrediction(Record):
 
     @property
     def fits(self) -> bool:
-        """Return whether it may fit: a shortage is certain only beyond the error bound."""
-        return self.available_bytes is None or self.peak_bytes - self.error_bytes <= self.available_bytes
+        """Return whether it may fit: a shortage is certain only where even the lower bound is not available."""
+        return self.available_bytes is None or self.least_bytes <= self.available_bytes
 
     @property
     def surely_fits(self) -> bool:
-        """Return whether it fits even if it takes more than predicted, by the error bound."""
-        return self.available_bytes is None or self.peak_bytes + self.error_bytes <= self.available_bytes
+        """Return whether it fits even if it takes as much as the upper bound."""
+        return self.available_bytes is None or self.most_bytes <= self.available_bytes
 
 
 class LeverEffect(Record):
@@ -282,6 +283,14 @@ class FinishedAttempt(Record):
     attempt_dir: Path
     in_earlier_start: bool = Field(default=False, description="made before its run was stopped and gone on with")
 
+    @property
+    def peaks(self) -> dict[str, int | None]:
+        """Return measured and predicted peak and the first less the second, in bytes; an attempt cut short shows no such error."""
+        measured = self.outcome.peak_memory_bytes
+        predicted = self.attempt.prediction.peak_bytes if self.attempt.prediction else None
+        error = measured - predicted if self.outcome.status == "succeeded" and measured and predicted else None
+        return {"peak_memory": measured, "predicted_peak": predicted, "prediction_error": error}
+
 
 class Accuracy(Record):
     """Share of problems solved, with a 95 % Wilson interval."""
@@ -333,6 +342,7 @@ class RunFolder(Record):
     flow_run_id: str | None
     flow: str = Field(default="retrain", description="the flow it is a run of")
     source: SourceVersion
+    changes: tuple[str, ...] = Field(default=(), description="what each resume set otherwise in the params, old -> new")
 
 
 class TrackedRun(Record):

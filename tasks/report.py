@@ -3,6 +3,7 @@
 import textwrap
 
 from tasks.memory import MB
+from tasks.params import Params
 from tasks.records import Evaluation, FinishedAttempt, Hardware, LeverEffect, MemoryLevers, MemoryPrediction, PrecisionPlan, RunRecord
 
 
@@ -34,14 +35,14 @@ def plan_text(hardware: Hardware, plan: PrecisionPlan) -> str:
 
 
 def prediction_text(prediction: MemoryPrediction) -> str:
-    """Return a predicted peak, its error bound, what is available, and what the peak is made of."""
-    error = round(100 * prediction.error_bytes / prediction.peak_bytes)
+    """Return a predicted peak with its lower and upper bound, what is available, and what the peak is made of."""
+    least, peak, most = (f"{size / MB:,.0f}" for size in (prediction.least_bytes, prediction.peak_bytes, prediction.most_bytes))
     available = ""
     if prediction.available_bytes is not None:
-        verdict = "fits" if prediction.surely_fits else "may fit" if prediction.fits else "does not fit"
+        verdict = "fits" if prediction.surely_fits else "may not fit" if prediction.fits else "does not fit"
         available = f" of {prediction.available_bytes / MB:,.0f} MB available: {verdict}"
     shown = _by_category(prediction.categories)
-    return f"predicted peak {prediction.peak_bytes / MB:,.0f} MB +- {error} % in the {prediction.phase}{available} ({shown})"
+    return f"predicted peak {peak} MB ({least} to {most}) in the {prediction.phase}{available} ({shown})"
 
 
 def effect_text(effect: LeverEffect) -> str:
@@ -57,10 +58,14 @@ def _by_category(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / MB:,.0f}" for name, size in parts if abs(size) >= MB)
 
 
-def overrides_text(levers: MemoryLevers) -> str:
-    """Return levers as overrides that can be pasted behind the command; no retry would have anything left to free."""
-    shown = {name: value for name, value in levers.model_dump(mode="json", exclude_none=True).items() if value is not False}
-    return " ".join([*(f"training.{name}={str(value).lower()}" for name, value in shown.items()), "memory.retries=[]"])
+def overrides_text(levers: MemoryLevers, params: Params) -> str:
+    """Return what sets levers apart from the params, as overrides that can be pasted behind the command.
+
+    Retries that cannot divide the micro-batch would be refused, and are left out.
+    """
+    changed = {name: value for name, value in levers.model_dump(exclude_none=True).items() if getattr(params.training, name) != value}
+    indivisible = any(levers.per_device_train_batch_size % (retry.micro_batch_divisor or 1) for retry in params.memory.retries)
+    return " ".join([*(f"training.{name}={str(value).lower()}" for name, value in changed.items()), *["memory.retries=[]"] * indivisible])
 
 
 def levers_text(levers: MemoryLevers) -> str:

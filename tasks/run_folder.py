@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from tasks.attempt_files import unfinished_outcome
 from tasks.errors import RefusedInput
 from tasks.files import file_lock, read_record, write_aside, write_record
-from tasks.params import Params
+from tasks.params import Params, differences, load_params
 from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
 from tasks.records import FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
 
@@ -35,6 +35,11 @@ def open_run(params: Params, resume: str | None) -> RunFolder:
         folder = find_run(resume, flow_run.flow_name).model_copy(update={"flow_run_id": flow_run_id})
         hold(folder)
         get_run_logger().info("going on with run %s", folder.name)
+        changed = differences(load_params(folder.run_dir / PARAMS_FILE), params)
+        if changes := [f"{path} {old} -> {new}" for path, (old, new) in changed.items()]:
+            folder = folder.model_copy(update={"changes": (*folder.changes, ", ".join(changes))})
+            _write(folder, params)
+            get_run_logger().info("set on this resume: %s", folder.changes[-1])
         return folder
     # the name is a folder's and an entry's of the store, and people may call a flow run anything
     name = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', flow_run.name or 'run').strip('-')}"
@@ -48,10 +53,14 @@ def open_run(params: Params, resume: str | None) -> RunFolder:
     )
     folder.run_dir.mkdir(parents=True)
     hold(folder)
-    write_aside(folder.run_dir / PARAMS_FILE, yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-    write_record(folder.run_dir / "run_folder.json", folder)
+    _write(folder, params)
     get_run_logger().info("run %s in %s", name, folder.run_dir.relative_to(HOME_DIR))
     return folder
+
+
+def _write(folder: RunFolder, params: Params) -> None:
+    write_aside(folder.run_dir / PARAMS_FILE, yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    write_record(folder.run_dir / "run_folder.json", folder)
 
 
 def hold(folder: RunFolder) -> None:

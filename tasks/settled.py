@@ -16,7 +16,7 @@ from tasks.comparison import machine_differences, variant_params
 from tasks.comparison_measures import ComparisonRecord
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_record
-from tasks.params import Params, dotted, with_overrides
+from tasks.params import Params, differences, with_overrides
 from tasks.places import RUNS_DIR
 from tasks.records import Hardware, Record
 from tasks.run_folder import COMPARISON_FILE
@@ -111,8 +111,7 @@ def _params(record: ComparisonRecord, variant: str | None) -> Params:
 
 
 def _setting_differences(theirs: Params, ours: Params, taken: Mapping[str, Any]) -> Iterator[str]:
-    there, here = (dotted(params.model_dump(mode="json")) for params in (theirs, ours))
-    for path in dict.fromkeys((*there, *here)):
+    for path, (there, here) in differences(theirs, ours).items():
         free = path in FREE_FIELDS or path.split(".")[0] in FREE_SECTIONS or (path in taken and path.startswith("precision."))
-        if not free and there.get(path) != here.get(path):
-            yield f"{path} ({there.get(path)}, asked {here.get(path)})"
+        if not free:
+            yield f"{path} ({there}, asked {here})"

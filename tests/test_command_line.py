@@ -25,7 +25,6 @@ def never(**parameters: object) -> NoReturn:
         (("--params", "params/none.yaml"), "does not exist"),
         (("--params", "README.md"), "README.md"),
         (("--resume", "no-such-run"), "there is no such run"),
-        (("--resume", "no-such-run", "training.seed=1"), "a resumed run keeps its own params"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_2(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_each_run_is_predicted_with_its_variants_own_settings(monkeypatch: pytes
 
     def fake(plan: PrecisionPlan, hardware: Hardware, params: Params, say: object) -> PrecisionPlan:
         budgets.append(params.memory.budget_mb)
-        peak = MemoryPrediction(peak_bytes=len(budgets), error_bytes=0, phase="forward", categories={}, phases={})
+        peak = MemoryPrediction(peak_bytes=len(budgets), least_bytes=0, most_bytes=9, phase="forward", categories={}, phases={})
         return plan.model_copy(update={"attempts": tuple(run.model_copy(update={"prediction": peak}) for run in plan.attempts)})
 
     monkeypatch.setattr(comparison, "with_predictions", fake)

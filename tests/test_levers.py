@@ -33,6 +33,9 @@ def test_every_lever_is_named_old_and_new_and_what_changes_the_task_says_so() ->
         "Levers pulled: micro-batch 8 -> 4, gradient checkpointing off -> on, 8-bit optimizer states off -> on, compact allocator "
         "off -> on, LoRA rank (changes the task) all -> 16, completion length (changes the task) all -> 8; the effective batch stays 32"
     )
+    one = old.model_copy(update={"per_device_train_batch_size": 1})
+    told = "Levers pulled: gradient checkpointing off -> on; the micro-batch stays 1, the effective batch stays 4"
+    assert levers_pulled(one, retry_levers(one, RetryParams())) == told
     unchanged = retry_levers(old, RetryParams(micro_batch_divisor=1, gradient_checkpointing=False))
     assert levers_pulled(old, unchanged).startswith("No lever is pulled")
 
@@ -48,7 +51,7 @@ def test_the_way_from_baseline_to_retry_is_one_lever_at_a_time_and_ends_at_the_r
 
 def test_each_lever_that_is_not_yet_pulled_is_shown_alone() -> None:
     baseline = baseline_levers(Params())
-    alone = single_levers(baseline)
+    alone = single_levers(baseline, compact=True)
     assert [(change.lever, change.text) for change in alone] == [
         ("micro-batch", "8 -> 4"),
         ("gradient checkpointing", "off -> on"),
@@ -58,21 +61,37 @@ def test_each_lever_that_is_not_yet_pulled_is_shown_alone() -> None:
         ("LoRA rank", "all -> 16"),
     ]
     assert all(len(changes(baseline, change.levers)) == 1 for change in alone)
-    spent = thriftier(baseline, "cuda")[0]
-    assert [change.lever for change in single_levers(spent)] == ["8-bit optimizer states", "LoRA rank"]
+    spent = thriftier(baseline, compact=True)[-3]
+    assert [change.lever for change in single_levers(spent, compact=True)] == ["8-bit optimizer states", "LoRA rank"]
 
 
-def test_what_might_fit_keeps_the_effective_batch_can_be_asked_for_and_changes_the_task_last() -> None:
-    small, states, adapters = thriftier(baseline_levers(Params()), "mps")
-    assert overrides_text(small) == (
-        "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=32 training.gradient_checkpointing=true "
-        "training.rollout_batch_size=1 memory.retries=[]"
-    )
-    assert states == small.model_copy(update={"optimizer_8bit": True})
-    assert adapters == small.model_copy(update={"lora_rank": 16})
-    for levers in (small, states, adapters):
-        told = load_params(PROJECT_DIR / "params" / "retrain.yaml", tuple(overrides_text(levers).split()))
+def test_what_might_fit_begins_with_single_levers_can_be_asked_for_and_changes_the_task_last() -> None:
+    baseline = baseline_levers(Params())
+    ladder = thriftier(baseline, compact=True)
+    pulled = [[change.lever for change in changes(baseline, levers)] for levers in ladder]
+    exact = ["micro-batch", "gradient checkpointing", "rollout chunk", "compact allocator"]
+    states = [*exact[:3], "8-bit optimizer states", exact[3]]
+    wider = [exact[:2], exact[:3], exact, exact, states, [*exact, "LoRA rank"]]
+    assert pulled == [*([lever] for lever in (*exact, "8-bit optimizer states")), *wider]
+    for levers in ladder:
+        told = load_params(PROJECT_DIR / "params" / "retrain.yaml", tuple(overrides_text(levers, Params()).split()))
         assert baseline_levers(told) == levers
+    assert overrides_text(ladder[0], Params()) == "training.per_device_train_batch_size=4 training.gradient_accumulation_steps=8"
+
+
+def test_what_might_fit_leaves_out_retries_that_could_not_divide_its_micro_batch() -> None:
+    asked = params({}, {"micro_batch_divisor": 4})
+    half = thriftier(baseline_levers(asked), compact=True)[0]
+    assert overrides_text(half, asked).endswith("training.gradient_accumulation_steps=8")
+    quarter = half.model_copy(update={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16})
+    assert overrides_text(quarter, asked).endswith("training.gradient_accumulation_steps=16 memory.retries=[]")
+
+
+def test_no_compact_allocator_is_advised_where_none_is_known() -> None:
+    baseline = baseline_levers(Params())
+    assert not any(levers.compact_allocator for levers in thriftier(baseline, compact=False))
+    assert "compact allocator" not in [change.lever for change in single_levers(baseline, compact=False)]
+    assert all(levers.compact_allocator for levers in thriftier(baseline.model_copy(update={"compact_allocator": True}), compact=False))
 
 
 @given(micro=st.integers(1, 24), accumulation=st.integers(1, 8), generations=st.integers(2, 12))

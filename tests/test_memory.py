@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.errors import ScorerFailed
-from tasks.memory import Evidence, classify_shortage, evidence_of, free_bytes, is_fragmented, requested_bytes
+from tasks.memory import Evidence, classify_shortage, evidence_of, free_bytes, is_fragmented, last_words, requested_bytes
 
 MB, GB = 2**20, 2**30
 CPU_OOM = (
@@ -64,6 +64,19 @@ NPU_FRAGMENTED = (
     "NPU out of memory. Tried to allocate 5.03 GiB (NPU 3; 60.96 GiB total capacity; 49.47 GiB already allocated; "
     "49.47 GiB current active; 1.32 GiB free; 57.55 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory"
 )
+# JettHu/ComfyUI_TGate#10: cudaMallocAsync; the limit is set by memory.budget_mb alone, and is the largest number otherwise
+CUDA_ASYNC = (
+    "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 13.74 GiB\n"
+    "Requested               : 640.00 MiB\nDevice limit            : 14.75 GiB\nFree (according to CUDA): 27.06 MiB\n"
+    "PyTorch limit (set by user-supplied memory fraction)\n                        : 17179869184.00 GiB"
+)
+# size of an attention's products; 0 is another fault (a macOS of its own)
+METAL_BUFFER = "MPSCommandBufferImageCache.mm:1420: failed assertion `Failed to allocate private MTLBuffer for size 9964830976'"
+# cms-sw/cmssw#46624, with much free
+HSA = (
+    "Callback: Queue 0x14878b400000 Aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary "
+    "resources. This error may also occur when the core runtime library needs to spawn threads. Code: 0x1008 Available Free mem : 62084 MB"
+)
 # vllm-project/vllm#20305
 VLLM_FULL = "Free memory on device (31.44/47.38 GiB) on startup is less than desired GPU memory utilization (0.95, 45.01 GiB)."
 CUDNN = "cuDNN error: CUDNN_STATUS_"
@@ -76,6 +89,12 @@ DEVICE_TEXTS = (
     MPS_SMALL,
     NPU_OOM,
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",  # Wan2GP#1083, an AcceleratorError
+    CUDA_ASYNC,
+    "RuntimeError: Triton Error [CUDA]: out of memory",  # pytorch/helion#711 and the source of Triton's launchers
+    "RuntimeError: Triton Error [HIP]:  Code: 2, Messsage: out of memory",  # as they write it
+    "cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY: out of memory; total memory reported: 11996954624",  # XLA, CuPy, ffmpeg
+    "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCTensorRandom.cu:25",  # rowanz/neural-motifs#58
+    METAL_BUFFER,
     "CUDA driver error: out of memory",  # torch, c10/cuda/driver_api
     "HIP error: out of memory",  # torch on ROCm
     "cudaErrorMemoryAllocation",
@@ -116,6 +135,8 @@ HOST_TEXTS = (
     "[Errno 12] Cannot allocate memory",
     "memory allocation of 1179664 bytes failed",  # huggingface/tokenizers#1748
     "malloc of size 1073741824 failed",  # Arrow
+    "mkl_malloc: failed to allocate memory",  # SYSTRAN/faster-whisper#390
+    "libgomp: Out of memory allocating 8512 bytes",  # ANL-CESAR/XSBench#1
     "Unable to allocate 32.0 GiB for an array with shape (2048, 2048, 2048, 4) and data type uint8",  # a-person-mask-generator#87
     "ray::Worker.step() (pid=7106)\nMemoryError",
     "level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)",
@@ -123,7 +144,9 @@ HOST_TEXTS = (
 )
 AMBIGUOUS_TEXTS = (
     "could not create a primitive",
+    "could not create a primitive descriptor for the matmul primitive",
     "could not execute a primitive",
+    HSA,
     "can't start new thread",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "Unable to find a valid cuDNN algorithm to run convolution",
@@ -136,6 +159,8 @@ NO_SHORTAGE = (
     "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
     "out of resource: shared memory, Required: 131072, Hardware limit: 101376",  # Triton: on-chip memory
     "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+    "failed assertion `Failed to allocate private MTLBuffer for size 0'",
+    "could not create a memory descriptor from blob",
     "[Errno 28] No space left on device",
     "DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory",
     "tcmalloc: large alloc 1073741824 bytes == 0x55d0",
@@ -179,6 +204,11 @@ def test_false_friends(text: str) -> None:
     ("case", "kind"),
     [
         (evidence("cuda", "", "OutOfMemoryError", "RuntimeError"), "device"),
+        # oneDNN computes on the host or on the device; what is created is memory
+        (evidence("xpu", "could not create a memory object"), "device"),
+        (evidence("cpu", "could not create a memory object"), "device"),
+        (evidence("rocm", HSA.replace("62084", "12")), "device"),
+        (evidence("rocm", HSA), None),
         (evidence("cuda", "", "MemoryError", "Exception"), "host"),
         (evidence("cpu", "", "MemoryError", "Exception"), "device"),
         (evidence("cpu", "loss is nan", "Diverged"), None),
@@ -216,12 +246,43 @@ def test_kind_of_shortage_by_type_and_evidence(case: Evidence, kind: str | None)
         ("memory allocation of 1179664 bytes failed", 1179664, None),
         ("NCCL WARN Failed to CUDA calloc 6291456 bytes", 6291456, None),
         ("CUDA out of memory. Tried to allocate more than 1EB memory", None, None),  # NVIDIA/nccl#1284
+        (CUDA_ASYNC, 640 * MB, 27.06 * MB),
+        (CUDA_ASYNC.replace("17179869184.00", "13.75"), 640 * MB, 0.01 * GB),
+        (METAL_BUFFER, 9964830976, None),
+        ("libgomp: Out of memory allocating 8512 bytes", 8512, None),
         ("no figures here", None, None),
     ],
 )
 def test_bytes_tried_and_free_are_read_from_the_message(text: str, requested: float | None, free: float | None) -> None:
     assert requested_bytes(text) == (None if requested is None else pytest.approx(requested, abs=1))
     assert free_bytes(text) == (None if free is None else pytest.approx(free, abs=4))
+
+
+FATAL = "Fatal Python error: "
+STEPS = "".join(f"step {number}: reward 0.5\n" for number in range(1, 9))
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\n    main()\n'
+WARNING = "[W] cuMemAlloc: CUDA error: out of memory, trying again with less\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        (f"{STEPS}{TRACEBACK}RuntimeError: CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`\n", "device"),
+        (f"{STEPS}terminate called after throwing an instance of 'c10::Error'\n  what():  {CUDA_OOM}\nframe #0: c10::Error\n", "device"),
+        (f"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n{FATAL}Aborted\n", "host"),
+        (f"{STEPS}/AppleInternal/MPSCore/{METAL_BUFFER}\nresource_tracker: There appear to be 1 leaked semaphore objects", "device"),
+        (f"{STEPS}{WARNING}", "device"),
+        (f"{WARNING}{STEPS}", None),
+        (f"{WARNING}{STEPS}{FATAL}Segmentation fault\n", None),
+        (f"{WARNING}{FATAL}Segmentation fault\n\nCurrent thread (most recent call first):\n  File 'train.py'\n", None),
+        (f"{WARNING}{TRACEBACK}ValueError: no such column\n", None),
+        (f"{TRACEBACK}RuntimeError: {CUDA_OOM}\n{STEPS}", None),
+        (f"{TRACEBACK}RuntimeError: {CUDA_OOM}\nand then\n{TRACEBACK}ImportError: no module\n", None),
+        ("", None),
+    ],
+)
+def test_a_log_tells_of_a_shortage_only_by_what_it_ends_with(log: str, kind: str | None) -> None:
+    assert classify_shortage(evidence("cuda", last_words(log))) == kind
 
 
 def test_little_that_lies_unused_is_no_fragmentation() -> None:

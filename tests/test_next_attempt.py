@@ -177,7 +177,51 @@ def test_a_resumed_run_goes_on_after_what_was_decided() -> None:
     assert following and following.number == 2
     again = next_attempt(plan(), (short, ended(following, "cancelled", earlier=True)), params_with())
     assert again and (again.name, again.resume_from) == ("2-retry-fp16-resumed-1", STATE)
-    assert next_attempt(plan(), (short, ended(second, "out_of_memory", earlier=True)), params_with()) is None
+    # nothing is left to try: what is available may have changed since
+    used_up = (short, ended(second, "out_of_memory", earlier=True))
+    last = next_attempt(plan(), used_up, params_with())
+    assert last and (last.name, last.resume_from) == ("2-retry-fp16-resumed-1", STATE)
+    assert next_attempt(plan(), (*used_up, ended(last, "out_of_memory")), params_with()) is None
+
+
+def test_what_was_skipped_in_an_earlier_start_is_decided_anew_once_and_from_its_state() -> None:
+    first, second = plan().attempts
+    skipped = (ended(first, "skipped", phase="rollout", earlier=True), ended(second, "skipped", phase="rollout", earlier=True))
+    again = next_attempt(plan(), skipped, params_with())
+    assert again and (again.name, again.levers) == ("1-baseline-bf16-resumed-1", first.levers)
+    assert "Skipped in an earlier start of the run, and decided anew by what is available now" in again.reason
+    retry = next_attempt(plan(), (*skipped, ended(again, "skipped")), params_with())
+    assert retry and (retry.name, retry.levers.rollout_batch_size) == ("2-retry-fp16-resumed-1", None)
+    assert next_attempt(plan(), (*skipped, ended(again, "skipped"), ended(retry, "skipped")), params_with()) is None
+    # steps were trained before the shortage: the retry goes on from them
+    stranded = (ended(first, "out_of_memory", STATE, earlier=True), ended(second, "skipped", STATE, earlier=True))
+    retry = next_attempt(plan(), stranded, params_with())
+    assert retry and (retry.name, retry.resume_from) == ("2-retry-fp16-resumed-1", STATE)
+
+
+def test_a_resume_that_sets_other_retries_goes_on_with_what_the_plan_has_now() -> None:
+    first, second = plan().attempts
+    used_up = (ended(first, "out_of_memory", STATE, earlier=True), ended(second, "out_of_memory", earlier=True))
+    for retries, name in (([{}, {"micro_batch_divisor": 4}], "3-retry-fp16"), ([], "1-baseline-bf16-resumed-1")):
+        params = params_with(retries, allow_emulated=True)
+        attempt = next_attempt(plan(params=params), used_up, params)
+        assert attempt and (attempt.name, attempt.resume_from) == (name, STATE)
+    cut_off = next_attempt(plan(params=params), (used_up[0], ended(second, "cancelled", earlier=True)), params)
+    assert cut_off and cut_off.name == "1-baseline-bf16-resumed-1"
+
+
+def test_after_a_divergence_a_resume_that_takes_the_retries_away_stays_in_the_wider_precision() -> None:
+    params = params_with(on_divergence="next")
+    made, less = plan("mi300x", params), params_with([], on_divergence="next")
+    diverged = ended(made.attempts[0], "diverged", STATE, earlier=True)
+    fallback = next_attempt(made, (diverged,), params)
+    assert fallback and fallback.name == "4-fallback-fp32"
+    short = ended(fallback, "out_of_memory", earlier=True)
+    retry = next_attempt(made, (diverged, short), params)
+    assert retry and retry.name == "2-retry-fp32"
+    for before in ((diverged, short), (diverged, short, ended(retry, "out_of_memory", earlier=True))):
+        again = next_attempt(plan("mi300x", less), before, less)
+        assert again and (again.name, again.resume_from) == ("2-fallback-fp32-resumed-1", STATE)
 
 
 def test_an_interrupted_fallback_keeps_the_levers_it_had() -> None:

@@ -1,11 +1,13 @@
 """Bad input: one message that names the field, what was found and what is allowed."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tasks.errors import RefusedInput
+from tasks.levers import baseline_levers, retry_levers
 from tasks.params import Params, described_fields, load_params, parse_params
 from tasks.places import PROJECT_DIR
 
@@ -41,9 +43,12 @@ def test_every_key_of_the_shipped_params_is_a_described_field(path: Path) -> Non
         ("training.strategy=ddp", ("training: strategy is 'ddp' and num_processes is 1", "num_processes of 2 or more")),
         ("training.num_processes=2", ("training: strategy is 'single' and num_processes is 2", "set strategy=ddp")),
         ("training.num_generations=7", ("whole groups", "32")),
-        ("memory.retries=[{micro_batch_divisor: 3}]", ("memory.retries[0].micro_batch_divisor 3", "does not divide", "take one that does")),
+        ("memory.retries=[{micro_batch_divisor: 3}]", ("memory.retries[0].micro_batch_divisor 3", "does not divide", "leave it null")),
         ("memory.retries=[{max_completion_length: 16}]", ("memory.retries[0].max_completion_length 16", "not below", "lower it")),
         ("memory.budget_mb=-5", ("memory.budget_mb", "greater than 0")),
+        ("memory.budget_mb=1e300", ("memory.budget_mb", "less than or equal to", "found '1e300'")),
+        ("memory.preflight=on", ("memory: preflight takes skip | warn | off, not true or false", "without quotes")),
+        ("training.rollout_batch_size=64", ("rollout_batch_size 64 is above the 32 completions of a step", "lower it, or set it to null")),
         ("base_model.source=gpt5", ("base_model", "'smollm2-135m-instruct', 'scratch'")),
         ("reward.scorer=nowhere.py:score", ("reward.scorer", "nowhere.py", "does not exist")),
         ("reward.scorer=sum", ("reward.scorer", "neither", "<file.py>:<function>")),
@@ -104,6 +109,32 @@ def test_groups_must_be_whole_over_all_processes_together() -> None:
     assert (params.training.effective_batch_size, params.training.total_batch_size) == (4, 8)
     with pytest.raises(RefusedInput, match="x num_processes = 8 is no multiple of num_generations = 6"):
         parse_params({"training": {**training, "num_generations": 6}, "memory": {"retries": []}}, "broken")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("size", "smaller"), [(1, 1), (2, 1), (7, 1), (9, 3), (12, 6)])
+def test_any_micro_batch_is_taken_and_the_default_retry_divides_it_where_it_can(path: Path, size: int, smaller: int) -> None:
+    asked = (f"training.per_device_train_batch_size={size}", "training.gradient_accumulation_steps=8", "memory.retries=[{}]")
+    params = load_params(path, asked)
+    assert retry_levers(baseline_levers(params), params.memory.retries[0]).per_device_train_batch_size == smaller
+
+
+def test_what_the_refusal_of_a_divisor_names_is_taken() -> None:
+    asked = ("training.per_device_train_batch_size=7", "training.gradient_accumulation_steps=8")
+    with pytest.raises(RefusedInput) as refused:
+        load_params(SHIPPED[0], (*asked, "memory.retries=[{micro_batch_divisor: 2}]"))
+    named = re.search(r"'(memory\.retries=.*)'", str(refused.value))
+    assert named and load_params(SHIPPED[0], (*asked, named[1])).memory.retries[0].micro_batch_divisor == 1
+
+
+def test_a_lever_that_changes_the_loss_is_refused_under_that_loss() -> None:
+    shorter = "memory.retries=[{max_completion_length: 8}]"
+    with pytest.raises(
+        RefusedInput, match=r"retries\[0\]\.max_completion_length would change the loss: dr_grpo .*loss_type to dapo or grpo"
+    ):
+        load_params(SHIPPED[0], ("training.loss_type=dr_grpo", "training.max_completion_length=16", shorter))
+    for loss in ("dapo", "grpo"):
+        load_params(SHIPPED[0], (f"training.loss_type={loss}", "training.max_completion_length=16", shorter))
 
 
 def test_preflight_off_needs_no_quotes() -> None:

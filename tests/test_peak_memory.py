@@ -1,13 +1,17 @@
 """What a peak is made of beside its tensors, and what each change does to it."""
 
+import re
+
 import pytest
 
 from tasks.memory import MB
 from tasks.peak_memory import PeakRequest, ProcessBytes, TensorBytes, effects, expected_peak
+from tasks.places import PROJECT_DIR
 from tasks.records import MemoryLevers, MemoryPrediction
 from tasks.report import effect_text
 from tests.training_runs import precision
 
+RESULTS = PROJECT_DIR / "docs" / "results" / "memory-cpu.md"
 COUNTED = TensorBytes(
     phases={"rollout": {"weights": 300 * MB}, "backward": {"weights": 200 * MB, "gradients": 200 * MB}}, cache_elements=10 * MB
 )
@@ -15,7 +19,8 @@ COUNTED = TensorBytes(
 
 def prediction(**categories: int) -> MemoryPrediction:
     sizes = {name: size * MB for name, size in categories.items()}
-    return MemoryPrediction(peak_bytes=sum(sizes.values()), error_bytes=0, phase="backward", categories=sizes, phases={})
+    peak = sum(sizes.values())
+    return MemoryPrediction(peak_bytes=peak, least_bytes=peak, most_bytes=peak, phase="backward", categories=sizes, phases={})
 
 
 def expected(device_type: str, compact: bool = False, counted: TensorBytes = COUNTED) -> MemoryPrediction:
@@ -32,6 +37,25 @@ def test_the_peak_is_the_fullest_phase_with_what_the_process_takes_beside_its_te
     made = expected(device_type, compact)
     assert (made.phase, made.import_bytes) == ("backward", 7)
     assert made.peak_bytes == sum(made.categories.values()) == pytest.approx((400 + beside) * MB)
+
+
+def measured_points() -> list[tuple[bool, int, int]]:
+    """Return (compact allocator, measured MB, predicted MB) of every point of the table."""
+    rows = re.findall(r"^\|.*\| (.+) \| (\d+) \| (\d+) \| [+-][\d.]+ % \|", RESULTS.read_text(), re.MULTILINE)
+    return [("compact" in setting, int(measured), int(predicted)) for setting, measured, predicted in rows]
+
+
+def test_every_measured_point_lies_between_the_bounds_and_the_lower_one_is_near_enough_to_act() -> None:
+    points = measured_points()
+    assert len(points) == 20
+    for compact, measured, predicted in points:
+        made = expected("cpu", compact)
+        least, most = (bound / made.peak_bytes * predicted for bound in (made.least_bytes, made.most_bytes))
+        assert least <= measured <= most, (measured, predicted)
+        assert least >= 0.89 * predicted
+    # on a device nothing was measured
+    made = expected("cuda")
+    assert made.least_bytes <= 0.71 * made.peak_bytes and made.most_bytes >= 1.29 * made.peak_bytes
 
 
 def test_loading_a_model_to_be_cast_can_take_most_and_has_no_part_of_the_heaps_share() -> None:

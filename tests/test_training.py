@@ -56,10 +56,17 @@ def test_nothing_fitted_names_each_attempt_with_bytes_and_the_remedy() -> None:
 
 def test_nothing_fitted_sets_the_predicted_beside_the_available_bytes() -> None:
     peak = MemoryPrediction(
-        peak_bytes=90 * MB, error_bytes=9 * MB, phase="backward", categories={"weights": 90 * MB}, phases={}, available_bytes=85 * MB
+        peak_bytes=90 * MB,
+        least_bytes=81 * MB,
+        most_bytes=135 * MB,
+        phase="backward",
+        categories={"weights": 90 * MB},
+        phases={},
+        available_bytes=85 * MB,
     )
     error = failure_of((short(attempts()[0].model_copy(update={"prediction": peak})),))
-    assert "with 1.0 MB available; predicted peak 90 MB +- 10 % in the backward of 85 MB available: may fit (weights 90)" in str(error)
+    told = "predicted peak 90 MB (81 to 135) in the backward of 85 MB available: may not fit (weights 90)"
+    assert f"with 1.0 MB available; {told}" in str(error)
 
 
 def test_host_memory_that_ran_out_is_said_as_such_with_how_much_there_is() -> None:
@@ -118,13 +125,19 @@ def test_an_attempt_that_cannot_fit_is_skipped_without_a_process_and_seen_in_mlf
     dataset = DatasetVersion(version=version, num_train=1, num_eval=1, num_dropped=0)
     setting = RunSetting(run=run, tracked=tracked, hardware=hardware, plan=plan, base_model=version, dataset=dataset)
     prediction = MemoryPrediction(
-        peak_bytes=200 * MB, error_bytes=20 * MB, phase="rollout", categories={"weights": 200 * MB}, phases={}, available_bytes=100 * MB
+        peak_bytes=200 * MB,
+        least_bytes=180 * MB,
+        most_bytes=300 * MB,
+        phase="rollout",
+        categories={"weights": 200 * MB},
+        phases={},
+        available_bytes=100 * MB,
     )
     attempt = plan.attempts[0].model_copy(update={"prediction": prediction, "resume_from": Path("states/checkpoint-5")})
     with disable_run_logger():
         done = train.fn(attempt, setting, params)
     assert (done.outcome.status, done.outcome.steps_done) == ("skipped", 5) and done.outcome.failure is not None
-    for words in ("predicted peak 200 MB +- 10 % in the rollout", "100 MB available: does not fit", "memory.preflight=warn"):
+    for words in ("predicted peak 200 MB (180 to 300) in the rollout", "100 MB available: does not fit", "memory.preflight=warn"):
         assert words in done.outcome.failure.message
     assert sorted(path.name for path in done.attempt_dir.iterdir() if path.suffix) == ["attempt.json", "outcome.json"]
     follows = next_attempt(plan, (done,), params)

@@ -30,6 +30,9 @@ class Engine(Protocol):
     def check(self, hardware: Hardware, params: Params) -> None:
         """Raise RefusedInput, with the remedy, if these params cannot be done on this hardware."""
 
+    def has_compact_allocator(self, hardware: Hardware) -> bool:
+        """Return whether the lever compact_allocator can be pulled on this hardware."""
+
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
         """Return the command that runs `job`."""
 

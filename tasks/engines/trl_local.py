@@ -2,13 +2,14 @@
 
 import os
 import platform
+import resource
 import signal
 import tempfile
 from pathlib import Path
 
 from tasks.engines.base import EngineArgsRequest, EngineCommand
 from tasks.errors import RefusedInput
-from tasks.memory import MB, Evidence, classify_shortage
+from tasks.memory import MB, Evidence, classify_shortage, last_words
 from tasks.params import Params, TrainingParams
 from tasks.processes import ProgramExit
 from tasks.program_request import ask_program
@@ -56,6 +57,10 @@ class TrlLocal:
     def check(self, hardware: Hardware, params: Params) -> None:
         """Refuse engine_args that overlap a field of ours or change what the plan says, and more processes than devices."""
         _check_ranks(hardware, params.training)
+        hard, budget = resource.getrlimit(resource.RLIMIT_DATA)[1], params.memory.budget_mb
+        if hardware.device_type == "cpu" and budget and hard != resource.RLIM_INFINITY and budget * MB > hard:
+            found = f"this process may have a data segment of {hard / MB:,.0f} MB at most (ulimit -Hd)"
+            raise RefusedInput(f"memory.budget_mb is {budget:,.0f}, but {found}; lower it, or raise that limit")
         names = tuple(params.training.engine_args)
         for name in names:
             if name in OWNED_ARGUMENTS:
@@ -64,16 +69,22 @@ class TrlLocal:
                 raise RefusedInput(f"training.engine_args.{name}: decided by {owner}; {there}remove it here")
             if name in REFUSED_ARGUMENTS:
                 raise RefusedInput(f"training.engine_args.{name}: engine trl_local does not run this; remove it")
-            if name in MICRO_BATCH_ARGUMENTS and any(retry.micro_batch_divisor > 1 for retry in params.memory.retries):
+            size = params.training.per_device_train_batch_size
+            if name in MICRO_BATCH_ARGUMENTS and any(retry.divisor(size) > 1 for retry in params.memory.retries):
                 why = "TRL takes it over one micro-batch, so a retry with a smaller one would train with another loss"
-                raise RefusedInput(f"training.engine_args.{name}: {why}; remove it, or set micro_batch_divisor of memory.retries to 1")
+                remedy = "remove it, or set 'memory.retries=[{micro_batch_divisor: 1}]'"
+                raise RefusedInput(f"training.engine_args.{name}: {why}; {remedy}")
         compact = [params.training.compact_allocator, *(retry.compact_allocator for retry in params.memory.retries)]
-        if any(compact) and not COMPACT_ALLOCATOR.get(hardware.device_type):
+        if any(compact) and not self.has_compact_allocator(hardware):
             found = f"no setting of the allocator is known for {hardware.device_type} on this system"
             raise RefusedInput(f"compact_allocator (training or memory.retries) is true, but {found}; set it to false")
         if names:
             with tempfile.TemporaryDirectory() as folder:
                 ask_program("tasks.programs.check_engine_args", EngineArgsRequest(names=names), Path(folder), lambda line: None)
+
+    def has_compact_allocator(self, hardware: Hardware) -> bool:
+        """Return whether a setting of the allocator is known for this device and C library."""
+        return bool(COMPACT_ALLOCATOR.get(hardware.device_type))
 
     def command(self, job: TrainingJob, hardware: Hardware) -> EngineCommand:
         """Return the training program's command; a single process sees the first of the visible devices, each rank one of them."""
@@ -126,7 +137,7 @@ def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgr
     rank = outcome.failure and outcome.failure.rank
     evidence = Evidence(
         device_type=hardware.device_type,
-        message="" if killed else ended.log_tail,  # what a log says last is not why its process was killed
+        message="" if killed else last_words(ended.log_tail),  # what a log says last is not why its process was killed
         killed_by_kernel=killed,
         cgroup_oom_kills=cgroup_oom_kills,
         peak_rss_bytes=peak_rss_bytes,

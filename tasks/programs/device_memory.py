@@ -7,10 +7,10 @@ One quantity per device, the same for budget, measurement and (later) prediction
   done. The kernel keeps no peak of it, so a thread samples it; the limit itself (``RLIMIT_DATA``) is exact.
 """
 
+import contextlib
 import resource
 import sys
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -109,9 +109,9 @@ class LinuxCpuMemory(DeviceMemory):
         self._closed.set()
 
     def _sample(self) -> None:
-        while not self._closed.is_set():
-            self.peak_bytes()
-            time.sleep(SAMPLE_SECONDS)
+        while not self._closed.wait(SAMPLE_SECONDS):
+            with contextlib.suppress(MemoryError):  # the limit is met: sampling must outlive it
+                self.peak_bytes()
 
 
 def device_memory(device_type: DeviceType) -> DeviceMemory:

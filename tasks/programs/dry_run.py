@@ -298,13 +298,15 @@ def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> in
     rows = min(request.levers.rollout_batch_size or request.levers.effective_batch_size, request.levers.effective_batch_size)
     cache = _MarkedCache(ledger, model.config)
     scores = _scores(policy, rows, request.prompt_length, 0, cache)
-    missing = request.completion_length - 2
-    if missing > 0:
-        for layer in cache.layers:
-            keys, values = (old.new_empty(*old.shape[:2], missing, old.shape[3]) for old in (layer.keys, layer.values))
-            ledger.mark(layer.update(keys, values), "kv_cache")
+    before = request.prompt_length + max(request.completion_length - 2, 0)
+    for layer in cache.layers:
+        # as it stands one token earlier: layers with a window show one token less than that, of storages that hold no more
+        layer.cumulative_length, shown = before - 1, min(before, getattr(layer, "sliding_window", before)) - 1
+        layer.keys, layer.values = (old.new_empty(*old.shape[:2], shown, old.shape[3]) for old in (layer.keys, layer.values))
+        token = layer.keys.new_empty(*layer.keys.shape[:2], 1, layer.keys.shape[3])
+        ledger.mark(layer.update(token, token), "kv_cache")
     # SamplingRecorder keeps the scores of the last token while the next is made
-    following = _scores(policy, rows, 1, request.prompt_length + max(missing, 0), cache)
+    following = _scores(policy, rows, 1, before, cache)
     (following / 1.0).logsumexp(dim=-1)
     torch.softmax(following, dim=-1)
     del scores

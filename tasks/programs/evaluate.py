@@ -1,14 +1,15 @@
-"""Answer every held-out problem greedily with one model after the other and score the answers.
+"""Answer every held-out problem with one model after the other and score the answers.
 
 Launch: ``python -m tasks.programs.evaluate REQUEST.json`` (an EvaluationBatch). For each request reads eval.parquet and the
 model's folder and writes ModelAnswers to its `out_file`; at the end ``result.json`` beside the request. As in training's rollout,
 the weights are cast to the 16-bit dtype (here autocast stays on as well); their dtype is observed and a difference from what was
-asked is an error.
+asked is an error. Sampled answers take the same random numbers for every model.
 """
 
 import gc
 import statistics
 import time
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +22,8 @@ from tasks.programs.half_precision import fast_half_matmul, read_head_once
 from tasks.programs.observation import PrecisionMismatch, PrecisionObserver
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.programs.rewards import load_scorer
+
+SAMPLING_SEED = 0
 
 
 def answer_batch(batch: EvaluationBatch) -> None:
@@ -52,6 +55,8 @@ def answer_all(request: EvaluationRequest) -> None:
     read_head_once(model)
     completions: list[list[int]] = []
     times: list[float] = []
+    # so that models differ by their weights and not by their luck
+    torch.manual_seed(SAMPLING_SEED)
     with fast_half_matmul(device_type, dtype):
         for start in range(0, len(problems), request.batch_size):
             prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
@@ -72,15 +77,19 @@ def answer_all(request: EvaluationRequest) -> None:
 
 
 def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], request: EvaluationRequest) -> list[list[int]]:
-    """Return greedy completions as token ids, each up to and with its first end token."""
+    """Return completions as token ids, each up to and with its first end token; greedy ones if the temperature is 0."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     dtype, mixed = getattr(torch, request.precision.autocast_dtype), request.precision.mixed_precision != "no"
+    sampling: dict[str, Any] = {"do_sample": False}
+    if request.temperature:
+        # as training's rollout samples; generate would take the 50 likeliest, or what the model's folder says
+        sampling = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
     # not inference_mode: under it whole linear layers reach a dispatch mode, and fast_half_matmul would let them pass
     with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=mixed):
         ids = model.generate(
             **batch,
             max_new_tokens=request.max_new_tokens,
-            do_sample=False,
+            **sampling,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )

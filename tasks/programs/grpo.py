@@ -55,6 +55,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.watch = watch
         self.model_wrapped: Any = None
         self._states_dir = states_dir
+        self.state_owed = False
         self._train_log_probs: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
 
@@ -193,7 +194,8 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # a state stands for steps that trained: what goes on from it must not count a skipped step as done
-        if self.accelerator.optimizer_step_was_skipped:
+        self.state_owed = bool(self.accelerator.optimizer_step_was_skipped)
+        if self.state_owed:
             return
         check_finite(self.accelerator.unwrap_model(model))
         self.watch.phase = "save"

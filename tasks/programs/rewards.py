@@ -8,6 +8,7 @@ Scores of a built-in scorer lie in [0, 1]; a user's own may be any finite number
 import json
 import math
 import runpy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,9 @@ def _byte_share(wanted: str) -> Scorer:
 
 def _own_function(scorer: str) -> Scorer:
     file, _, name = scorer.rpartition(":")
+    if sys.modules.get("mlflow", True) is None:
+        # hidden from trl (see this package); what the user's file imports is its own affair
+        del sys.modules["mlflow"]
     try:
         found = runpy.run_path(file)
     except Exception as error:  # the user's file may raise anything

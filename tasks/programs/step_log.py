@@ -56,8 +56,9 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         self.trainer.watch.phase = "optimizer"
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the step's measures and count skipped steps."""
+        """Take the step's measures, count skipped steps, and have the state saved that was due at a skipped step."""
         trainer = self.trainer
+        control.should_save |= trainer.state_owed
         own = {**trainer.watch.metrics(), **trainer.mismatch.metrics(), "peak_memory_mb": self.memory.peak_bytes() / MB}
         gathered = gather_object([(own, trainer.forward_overflow)])
         self._measured = over_ranks([metrics for metrics, _ in gathered])

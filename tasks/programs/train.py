@@ -227,9 +227,9 @@ def _reward_function(scorer: Scorer) -> Any:
 
 def _failed(run: TrainingRun, error: BaseException) -> Outcome:
     available = None
-    with contextlib.suppress(RuntimeError):  # after some errors a device answers nothing more
-        available = run.memory.available_bytes()
     run.memory.lift_budget()
+    with contextlib.suppress(RuntimeError, MemoryError):  # after some errors a device answers nothing more
+        available = run.memory.available_bytes()
     traceback.print_exc()
     evidence = evidence_of(error, run.device_type, available)
     shortage = classify_shortage(evidence)

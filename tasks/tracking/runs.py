@@ -11,13 +11,13 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from tasks.memory import MB
 from tasks.params import Params, dotted
-from tasks.records import Attempt, DatasetVersion, Evaluation, Hardware, Outcome, PrecisionPlan, RunFolder, RunRecord, Status, TrackedRun
-from tasks.tracking.entities import MetricsLine, as_metrics, log_params, log_values
+from tasks.records import Attempt, DatasetVersion, Evaluation, FinishedAttempt, Hardware, PrecisionPlan, RunFolder, RunRecord, TrackedRun
+from tasks.tracking.entities import MetricsLine, as_metrics, entity_name, log_params, log_values
 from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # every other status is FAILED
-RUN_STATUS: dict[Status, RunStatus] = {"succeeded": "FINISHED", "cancelled": "KILLED"}
+RUN_STATUS: dict[str, RunStatus] = {"succeeded": "FINISHED", "cancelled": "KILLED"}
 FLOW_RUN_TAG = "prefect.flow_run_id"
 # of a whole run, joined over its attempts
 CURVES = ("loss", "reward", "grad_norm", "loss_scale")
@@ -34,6 +34,7 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
         "mlflow.source.git.commit": run.source.git_commit,
         "git.commit": run.source.git_commit,
         "git.dirty": run.source.dirty,
+        "params.set_on_resume": "; ".join(run.changes) or None,
         "plan.reason": plan.reason,
         "plan.attempts": ", ".join(attempt.name for attempt in plan.attempts),
         "plan.ruled_out": "; ".join(f"{other.precision}: {other.reason}" for other in plan.ruled_out) or None,
@@ -47,7 +48,9 @@ def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: H
         same = {"halfstep.run_name": run.name, "halfstep.started_at": run.started_at}
         run_id = _open(client, experiment_id, run.name, same, tags)
         client.update_run(run_id, status="RUNNING")
-        log_params(client, run_id, dotted(resolved))
+        # a param cannot be logged again with another value: what a resume set is in a tag, and whole in params.yaml
+        kept = client.get_run(run_id).data.params
+        log_params(client, run_id, {key: value for key, value in dotted(resolved).items() if entity_name(key) not in kept})
         client.log_text(run_id, hardware.model_dump_json(indent=2), "hardware.json")
         client.log_text(run_id, plan.model_dump_json(indent=2), "plan.json")
         client.log_text(run_id, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), "params.yaml")
@@ -69,7 +72,9 @@ def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
         if attempt.prediction is not None and attempt.prediction.available_bytes is not None:
             sizes = {"predicted_peak_mb": attempt.prediction.peak_bytes, "available_memory_mb": attempt.prediction.available_bytes}
             sizes |= {f"predicted_mb/{name}": size for name, size in attempt.prediction.categories.items()}
-            sizes |= {f"freed_mb/{effect.lever}": effect.freed_bytes for effect in attempt.effects}
+            for effect in attempt.effects:
+                by_category = {f"freed_mb/{effect.lever}.{name}": size for name, size in effect.freed.items()}
+                sizes |= {f"freed_mb/{effect.lever}": effect.freed_bytes, **by_category}
             log_values(client, run_id, {}, {name: size / MB for name, size in sizes.items()})
     return parent.model_copy(update={"run_id": run_id})
 
@@ -81,15 +86,16 @@ def log_steps(run: TrackedRun, lines: Sequence[MetricsLine]) -> None:
         client.log_batch(run.run_id, metrics=points)
 
 
-def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> None:
+def close_attempt_run(run: TrackedRun, done: FinishedAttempt) -> None:
     """Close an attempt's run with its outcome, the precision that was observed, and its log."""
+    outcome = done.outcome
     failure = outcome.failure.model_dump(include={"phase", "error_type", "message", "rank"}) if outcome.failure else {}
     said = outcome.model_dump(include={"status", "shortage"}) | failure
     tags = {f"outcome.{name}": value for name, value in said.items()}
     tags |= {f"observed.{name}": ", ".join(seen) if isinstance(seen, tuple) else seen for name, seen in outcome.observed or ()}
     tags |= {f"warning.{item.name}": f"step {item.step}: {item.message}" for item in outcome.warnings}
     metrics = outcome.model_dump(include={"steps_done", "skipped_steps", "final_loss_scale"})
-    metrics["peak_memory_mb"] = outcome.peak_memory_bytes and outcome.peak_memory_bytes / MB
+    metrics |= _peaks(done)
     metrics |= {f"peak_memory_mb/device_{rank}": size / MB for rank, size in enumerate(outcome.peak_memory_by_device) if size}
     with reaching(run.tracking_uri, "close the run of an attempt") as client:
         # a name that the steps logged too keeps one point a step
@@ -97,8 +103,8 @@ def close_attempt_run(run: TrackedRun, outcome: Outcome, attempt_dir: Path) -> N
         new = {name: value for name, value in metrics.items() if logged.get(name) != value}
         log_values(client, run.run_id, tags, new, outcome.steps_done)
         client.log_text(run.run_id, outcome.model_dump_json(indent=2), "outcome.json")
-        if (attempt_dir / "train.log").is_file():
-            client.log_artifact(run.run_id, str(attempt_dir / "train.log"))
+        if (done.attempt_dir / "train.log").is_file():
+            client.log_artifact(run.run_id, str(done.attempt_dir / "train.log"))
         client.set_terminated(run.run_id, RUN_STATUS.get(outcome.status, "FAILED"))
 
 
@@ -133,7 +139,7 @@ def close_parent_run(record: RunRecord, steps: list[dict[str, float]], files: tu
         }
     metrics = last.outcome.model_dump(include={"step_time_ms", "tokens_per_second"})
     metrics |= record.model_dump(include={"lost_steps", "lost_tokens"})
-    metrics["peak_memory_mb"] = last.outcome.peak_memory_bytes and last.outcome.peak_memory_bytes / MB
+    metrics |= _peaks(last)
     if rewards := [step["reward"] for step in steps if "reward" in step]:
         metrics |= {"reward_first": rewards[0], "reward_last": rewards[-1]}
     joined = [(step, {name: step[name] for name in CURVES if name in step}) for step in steps]
@@ -179,6 +185,10 @@ def _open(client: MlflowClient, experiment_id: str, name: str, same: Mapping[str
 def _find(client: MlflowClient, experiment_id: str, tags: Mapping[str, str], *conditions: str) -> list[str]:
     wanted = [*conditions, *(f"tags.`{key}` = '{value}'" for key, value in tags.items())]
     return [run.info.run_id for run in client.search_runs([experiment_id], " and ".join(wanted))]
+
+
+def _peaks(done: FinishedAttempt) -> dict[str, float | None]:
+    return {f"{name}_mb": None if size is None else size / MB for name, size in done.peaks.items()}
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:

@@ -185,7 +185,7 @@ def setting(point: Point) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """Return median and worst error over the scored points, beside accelerate's, and whether any would have been said to fit."""
+    """Return median and worst error over the scored points, beside accelerate's, and whether a verdict would have been wrong."""
     scored = [result for result in results if result.point.model not in CALIBRATION]
     lines = []
     for name, some in (
@@ -198,8 +198,10 @@ def summary(results: list[Result]) -> str:
     large = sum(result.measured >= 2 * result.predicted.import_bytes for result in scored)
     floor = statistics.median(result.predicted.import_bytes for result in scored) / MB
     lines.append(f"{large} of {len(scored)} points take three times the imports ({floor:.0f} MB) or more, imports included")
-    wrong = sum(result.predicted.peak_bytes + result.predicted.error_bytes < result.measured for result in scored)
-    lines.append(f"beyond the error bound, so that it would have been said to fit where it does not: {wrong} of {len(scored)}")
+    above = sum(result.predicted.most_bytes < result.measured for result in scored)
+    lines.append(f"above the upper bound, so that it would have been said to fit where it does not: {above} of {len(scored)}")
+    below = sum(result.predicted.least_bytes > result.measured for result in scored)
+    lines.append(f"below the lower bound, so that it would have been skipped where it fits: {below} of {len(scored)}")
     return "\n\n".join(lines)
 
 
@@ -216,7 +218,8 @@ def seven_billion(folder: Path) -> str:
         levers = MemoryLevers(per_device_train_batch_size=1, gradient_accumulation_steps=1, gradient_checkpointing=True, lora_rank=lora)
         peak = PeakRequest(device_type="cuda", precision=precision("bf16"), levers=levers, prompt_length=128, completion_length=128, beta=0)
         (found,), seconds = predict(folder / "7b", [peak], folder)
-        lines.append(f"{name}: {found.peak_bytes / GB:.1f} GiB +- {100 * found.error_bytes / found.peak_bytes:.0f} %, in {seconds:.1f} s")
+        bounds = f"{found.least_bytes / GB:.1f} to {found.most_bytes / GB:.1f}"
+        lines.append(f"{name}: {found.peak_bytes / GB:.1f} GiB ({bounds}), in {seconds:.1f} s")
     return "\n\n".join(lines)
 
 

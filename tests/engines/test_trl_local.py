@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.attempt_files import read_steps
-from tasks.engines.trl_local import TrlLocal
+from tasks.engines.trl_local import COMPACT_ALLOCATOR, TrlLocal
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_record
 from tasks.host_memory import limit_files
@@ -111,6 +111,12 @@ def test_a_compact_allocator_is_refused_where_none_is_known(where: dict[str, obj
         TrlLocal().check(hardware_of("apple_m4_max"), Params.model_validate(where))
 
 
+def test_the_heap_of_another_c_library_has_no_compact_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrlLocal().has_compact_allocator(hardware_of(CPU)) and not TrlLocal().has_compact_allocator(hardware_of("apple_m4_max"))
+    monkeypatch.setitem(COMPACT_ALLOCATOR, "cpu", {})
+    assert not TrlLocal().has_compact_allocator(hardware_of(CPU))
+
+
 def test_what_depends_on_the_micro_batch_is_refused_with_the_reason() -> None:
     """`bnpo` and its like: a retry's smaller micro-batch would train with another loss."""
     hardware = hardware_of(CPU)
@@ -121,6 +127,21 @@ def test_what_depends_on_the_micro_batch_is_refused_with_the_reason() -> None:
         parse_params({"training": {"loss_type": "bnpo"}}, "bnpo")
     with pytest.raises(RefusedInput, match="top_entropy_quantile: TRL takes it over one micro-batch"):
         TrlLocal().check(hardware, Params.model_validate({"training": {"engine_args": {"top_entropy_quantile": 0.2}}}))
+
+
+def test_a_retry_that_divides_nothing_is_named_as_the_remedy_and_taken() -> None:
+    tree = {"training": {"engine_args": {"top_entropy_quantile": 0.2}}}
+    with pytest.raises(RefusedInput, match=r"set 'memory\.retries=\[\{micro_batch_divisor: 1\}\]'"):
+        TrlLocal().check(hardware_of(CPU), Params.model_validate(tree))
+    TrlLocal().check(hardware_of(CPU), parse_params({**tree, "memory": {"retries": [{"micro_batch_divisor": 1}]}}, "remedied"))
+
+
+def test_a_budget_above_the_hard_limit_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8000 * MB, 8000 * MB))
+    with pytest.raises(RefusedInput, match=r"budget_mb is 9,000, but .* 8,000 MB at most \(ulimit -Hd\); lower it"):
+        TrlLocal().check(hardware_of(CPU), Params.model_validate({"memory": {"budget_mb": 9000}}))
+    TrlLocal().check(hardware_of(CPU), Params.model_validate({"memory": {"budget_mb": 7000}}))
+    TrlLocal().check(hardware_of("rtx_2080_ti_x4"), Params.model_validate({"memory": {"budget_mb": 9000}}))
 
 
 def test_each_rank_takes_a_device_of_its_own(tmp_path: Path) -> None:
@@ -231,3 +252,15 @@ def test_a_kill_by_the_kernel_in_a_limited_cgroup_is_a_shortage_of_the_host(limi
     assert (outcome.status, outcome.shortage) == ("out_of_memory", "host")
     assert outcome.failure is not None and "the memory cgroup counted 1 kill(s)" in outcome.failure.message
     assert outcome.last_state_dir == work.attempt_dir / "states" / "checkpoint-2"
+
+
+def test_a_budget_above_the_hard_limit_on_a_process_is_refused_before_any_work() -> None:
+    told = "memory.budget_mb is 9,000, but this process may have a data segment of 8,000 MB at most (ulimit -Hd); lower it"
+    check = (
+        "from tasks.engines.trl_local import TrlLocal\nfrom tasks.params import Params\nfrom tests.machines import hardware_of\n"
+        f"TrlLocal().check(hardware_of({CPU!r}), Params.model_validate({{'memory': {{'budget_mb': int(input())}}}}))"
+    )
+    command = ["bash", "-c", 'ulimit -d 8192000 && exec "$0" -c "$1"', sys.executable, check]
+    for budget, refused in ((9000, True), (7000, False)):
+        done = subprocess.run(command, input=str(budget), cwd=PROJECT_DIR, capture_output=True, text=True, check=False)
+        assert (told in done.stderr) == refused and bool(done.returncode) == refused, done.stderr

@@ -7,8 +7,10 @@ import pytest
 from scipy.stats import mannwhitneyu
 
 from tasks.attempt_files import read_steps
+from tasks.files import read_record
 from tasks.memory import MB
 from tasks.params import load_params
+from tasks.records import RunFolder
 from tests.flow_runs import ROOT, SMOKE_BUDGET_MB, FlowRun, processes_naming, run_flow
 
 # rewards letters; from its seventh step of training on, counted over the run, it keeps tensors as a reward model would
@@ -140,7 +142,7 @@ def test_the_curves_of_the_run_join_without_a_gap_or_a_step_twice(growing_run: F
 
 def test_what_cannot_fit_is_not_tried_and_the_run_says_what_would_fit(flow_environment: dict[str, str]) -> None:
     """Case M8, predicted: no training process is started, both numbers are in MLflow, and the advice can be pasted."""
-    tiny = ("memory.budget_mb=130", "memory.preflight=skip", "precision.mode=bf16")
+    tiny = ("memory.budget_mb=130", "memory.preflight=skip", "precision.mode=bf16", "training.max_steps=4")
     run = run_flow(flow_environment, "--params", "params/smoke.yaml", *tiny)
     assert run.returncode == 3, run.stderr[-3000:]
     assert [done.outcome.status for done in run.record.attempts] == ["skipped", "skipped"]
@@ -154,3 +156,15 @@ def test_what_cannot_fit_is_not_tried_and_the_run_says_what_would_fit(flow_envir
     assert advice, last
     told = load_params(ROOT / "params" / "smoke.yaml", (*tiny, *advice[1].split()))
     assert told.training.effective_batch_size == run.record.plan.attempts[0].levers.effective_batch_size
+    # with more memory the run itself goes on
+    refused = run_flow(flow_environment, "--resume", run.run_dir.name, "training.seed=1")
+    assert refused.returncode == 2 and "training.seed 42 -> 1" in refused.stderr
+    resumed = run_flow(flow_environment, "--resume", run.run_dir.name, "memory.budget_mb=4000", "training.compact_allocator=true")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    last = resumed.record.attempts[-1]
+    assert (last.attempt.name, last.outcome.status) == ("1-baseline-bf16-resumed-1", "succeeded")
+    assert last.attempt.levers.compact_allocator and resumed.record.params["memory"]["budget_mb"] == 4000
+    changes = "training.compact_allocator False -> True, memory.budget_mb 130.0 -> 4000.0"
+    assert read_record(run.run_dir / "run_folder.json", RunFolder).changes == (changes,)
+    assert resumed.parent().data.tags["params.set_on_resume"] == changes
+    assert load_params(run.run_dir / "params.yaml").memory.budget_mb == 4000

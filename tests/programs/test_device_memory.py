@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tasks.memory import MB
+from tasks.programs import device_memory
 from tasks.programs.device_memory import LinuxCpuMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux's")
@@ -25,6 +26,22 @@ def test_what_is_freed_again_counts_and_a_closed_meter_leaves_no_thread() -> Non
     while (left := _samplers()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert left == []
+
+
+def test_sampling_outlives_a_moment_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, failed = LinuxCpuMemory(), threading.Event()
+
+    def nothing_left(field: bytes) -> int:
+        failed.set()
+        raise MemoryError
+
+    with monkeypatch.context() as starved:
+        starved.setattr(device_memory, "own_bytes", nothing_left)
+        assert failed.wait(60)
+    held = torch.ones(64, MB, dtype=torch.uint8)
+    time.sleep(0.1)
+    assert meter._peak >= held.nbytes
+    meter.close()
 
 
 def _samplers() -> list[threading.Thread]:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config
 
 from tasks.peak_memory import PeakRequest
 from tasks.programs import dry_run
@@ -70,15 +71,34 @@ def test_a_model_whose_layers_differ_is_counted_whole(monkeypatch: pytest.Monkey
     assert counted == [6]
 
 
-@pytest.mark.parametrize("window", [8, 32])
-def test_a_sliding_window_bounds_the_cache(window: int) -> None:
+class WatchedCache(DynamicCache):  # type: ignore[misc]
+    """Notes the bytes of all storages that its layers keep."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().update(*args, **kwargs)
+        self.noted = [*getattr(self, "noted", []), held_bytes([layer for layer in self.layers if layer.is_initialized])]
+        return result
+
+
+def held_bytes(layers: list[Any]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for layer in layers for tensor in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize(("window", "prompt"), [(8, 4), (38, 24), (64, 24)])
+def test_the_cache_of_a_sliding_window_takes_what_generating_keeps(window: int, prompt: int) -> None:
     sizes = {name: getattr(DEEP, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
-    kinds = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": window}
-    windowed = Qwen2Config(**sizes, num_hidden_layers=2, num_key_value_heads=4, **kinds)
-    found = dry_run.dry_run(windowed, request("fp32"))
-    # 8 rows of 24 tokens of prompt and all of the completion but its last; a window's layer keeps one less than the window
-    tokens = 24 + 16 - 1, window - 1
-    assert found.cache_elements == sum(tokens) * 8 * 2 * DEEP.hidden_size
+    kinds = {"layer_types": ["full_attention", *["sliding_attention"] * 5], "use_sliding_window": True, "sliding_window": window}
+    windowed = Qwen2Config(**sizes, num_hidden_layers=6, num_key_value_heads=4, **kinds)
+    policy, cache = AutoModelForCausalLM.from_config(windowed, attn_implementation="eager").eval(), WatchedCache(config=windowed)
+    prompts = torch.ones(8, prompt, dtype=torch.long)
+    lengths = {"min_new_tokens": 40 - prompt, "max_new_tokens": 40 - prompt, "pad_token_id": 0}
+    policy.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), cache=cache, **lengths)
+    asked = request("fp32").model_copy(update={"prompt_length": prompt, "completion_length": 40 - prompt})
+    count = dry_run._count(windowed, asked)
+    taken = [moment.alive.get("kv_cache", 0) for moment in count.moments["rollout"]]
+    # while a layer's cache is replaced the old one stands beside it
+    assert taken[-1] == cache.noted[-1] and max(taken) <= max(cache.noted) + held_bytes(cache.layers[:1])
+    assert count.cache_elements == (39 + 5 * min(39, window - 1)) * 8 * 2 * DEEP.hidden_size
 
 
 def test_moments_that_are_not_in_the_deeper_model_are_not_made_up() -> None:

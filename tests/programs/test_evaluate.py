@@ -45,6 +45,17 @@ def test_every_held_out_problem_is_answered_in_the_precision_asked(
     assert said == [f"answered {count} of 12 held-out problems" for count in (5, 10, 12)]
 
 
+def test_sampled_answers_are_the_same_for_the_same_model(scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path) -> None:
+    answers = []
+    for number, temperature in enumerate((1.0, 1.0, 0.01, 0.0)):
+        asked = request(scratch_model_dir, byte_dataset_dir, temperature=temperature, out_file=tmp_path / f"{number}.json")
+        answer_all(asked)
+        answers.append([answer.completion for answer in read_record(asked.out_file, ModelAnswers).answers])
+    sampled, again, cooler, greedy = answers
+    assert sampled == again
+    assert sampled not in (cooler, greedy)
+
+
 def test_left_padding_does_not_change_an_answer(scratch_model_dir: Path, byte_dataset_dir: Path) -> None:
     asked = request(scratch_model_dir, byte_dataset_dir)
     tokenizer = AutoTokenizer.from_pretrained(scratch_model_dir, padding_side="left")

@@ -92,13 +92,13 @@ def test_weights_gradients_and_states_are_exact_and_the_levers_and_dtypes_show(
 @pytest.mark.parametrize(
     ("variant", "gradients", "states"),
     [
-        ("plain", 42_885_120, 85_770_240),
+        ("compact", 42_885_120, 85_770_240),
         pytest.param("lora", 2_801_664, 5_603_328, marks=pytest.mark.slow),
         pytest.param("8bit", 42_885_120, 22_400_000, marks=pytest.mark.slow),
-        pytest.param("compact", 42_885_120, 85_770_240, marks=pytest.mark.slow),
+        pytest.param("plain", 42_885_120, 85_770_240, marks=pytest.mark.slow),
     ],
 )
-def test_the_prediction_is_within_its_error_bound_of_a_measured_peak(
+def test_a_measured_peak_lies_between_the_bounds_of_its_prediction(
     variant: str, gradients: int, states: int, inputs: Inputs, predicted: dict[str, MemoryPrediction], tmp_path: Path
 ) -> None:
     params = smoke_params(
@@ -109,4 +109,5 @@ def test_the_prediction_is_within_its_error_bound_of_a_measured_peak(
     it = predicted[variant]
     assert it.categories["gradients"] == gradients
     assert it.categories["optimizer_states"] == pytest.approx(states, rel=0.001)
-    assert abs(it.peak_bytes - outcome.peak_memory_bytes) <= it.error_bytes < (0.26 if variant == "compact" else 0.51) * it.peak_bytes
+    assert it.least_bytes <= outcome.peak_memory_bytes <= it.most_bytes
+    assert variant != "compact" or abs(it.peak_bytes - outcome.peak_memory_bytes) <= 0.15 * it.peak_bytes

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +12,34 @@ import pytest
 
 from tasks.errors import RefusedInput, ScorerFailed
 from tasks.params import BytePromptParams, ReasoningGymParams, RewardParams
+from tasks.places import PROJECT_DIR
 from tasks.programs.problems import Row
 from tasks.programs.rewards import answer_text, load_scorer, rehearse
 
 BYTES = BytePromptParams(source="byte_prompts")
 TWELVE = Row("What is 5 + 7?", "12", json.dumps({"answer": "12"}))
+
+
+# as in a child program, which hides mlflow from trl
+HIDDEN = """
+import sys
+sys.orig_argv.append("tasks.programs.train")
+from tasks.params import BytePromptParams, RewardParams
+from tasks.programs.rewards import load_scorer
+print(sys.modules["mlflow"])
+load_scorer(RewardParams(scorer=sys.argv[1]), BytePromptParams(source="byte_prompts"))
+print(sys.modules["mlflow"].__name__)
+"""
+
+
+def test_a_scorer_may_import_what_the_programs_hide_from_trl(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.py").write_text("")
+    path = tmp_path / "own.py"
+    path.write_text("import mlflow\ndef score(completions, questions, answers):\n    return [1.0]\n")
+    environment = {**os.environ, "PYTHONPATH": f"{PROJECT_DIR}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", HIDDEN, f"{path}:score"]
+    done = subprocess.run(command, cwd=PROJECT_DIR, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", "mlflow"], done.stderr
 
 
 def own_scorer(folder: Path, body: str, name: str = "score") -> RewardParams:
@@ -106,6 +132,19 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import a_module_that_is_not_there\n")
     with pytest.raises(RefusedInput, match="ModuleNotFoundError: No module named 'a_module_that_is_not_there'"):
         load_scorer(RewardParams(scorer=f"{tmp_path / 'own.py'}:score"), BYTES)
+
+
+def test_an_own_file_may_import_what_the_programs_hide_from_trl(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import mlflow\n\ndef score(completions, questions, answers):\n    return [mlflow.__version__]\n")
+    code = f"""
+import sys
+from tasks.programs import rewards
+hidden = sys.modules["mlflow"] is None
+print(hidden, rewards._own_function({str(tmp_path / "own.py:score")!r})([], []))
+"""
+    # as a program is launched, for which alone it is hidden
+    done = subprocess.run([sys.executable, "-c", code, "tasks.programs.train"], cwd=PROJECT_DIR, capture_output=True, text=True)
+    assert done.stdout.startswith("True ['"), done.stderr
 
 
 def test_built_in_scores_stay_between_zero_and_one() -> None:

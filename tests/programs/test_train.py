@@ -9,7 +9,9 @@ from tasks.attempt_files import read_steps
 from tasks.engines.trl_local import GLIBC_ALLOCATOR
 from tasks.memory import MB
 from tasks.params import Params, parse_params
+from tasks.programs.device_memory import LinuxCpuMemory
 from tasks.records import MemoryLevers
+from tests.programs.in_process import DEVICE, train_here
 from tests.training_runs import Inputs, smoke_params, train
 
 # as on a machine where they are not installed: the path finder does not find them
@@ -47,6 +49,21 @@ def test_runs_where_prefect_mlflow_and_dvc_are_not_installed(scratch_inputs: Inp
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     outcome = train(smoke_params(), "bf16", scratch_inputs, tmp_path / "attempt", environment={"PYTHONPATH": str(tmp_path)})
     assert outcome.status == "succeeded", outcome.failure
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the meter is a CPU's")
+def test_a_shortage_is_told_though_nothing_is_left_to_ask_what_is_left(
+    scratch_inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_for_too_much(*_: object, **__: object) -> None:
+        bytearray(2**62)
+
+    monkeypatch.setattr(LinuxCpuMemory, "available_bytes", ask_for_too_much)
+    outcome, _ = train_here(
+        smoke_params(), "fp32", scratch_inputs, tmp_path, tweak=lambda trainer: setattr(trainer, "compute_loss", ask_for_too_much)
+    )
+    assert (outcome.status, outcome.shortage) == ("out_of_memory", "device"), outcome.failure
+    assert outcome.failure is not None and (outcome.failure.error_type, outcome.failure.available_bytes) == ("MemoryError", None)
 
 
 @pytest.mark.parametrize("label", ["bf16", "fp16"])

@@ -59,6 +59,23 @@ def test_a_resumed_run_is_the_straight_run(label: str, scratch_inputs: Inputs, t
         assert weights_digest(second.trainer.model) == weights_digest(first.trainer.model)
 
 
+def test_a_state_due_at_a_skipped_step_is_saved_after_the_next_that_trained(scratch_inputs: Inputs, tmp_path: Path) -> None:
+    params = params_with(max_steps=7, save_steps=4)
+    tweak = spoil_gradient(LAYER, float("inf"), lambda step: step in (4, 5))
+    outcome, first = train_here(params, "fp16", scratch_inputs, tmp_path / "straight", tweak=tweak)
+    assert outcome.status == "succeeded" and outcome.skipped_steps == 2, outcome.failure
+    assert sorted(path.name for path in (tmp_path / "straight" / "states").iterdir() if path.name != ".writing") == [
+        "checkpoint-6",
+        "checkpoint-7",
+    ]
+    state = tmp_path / "straight" / "states" / "checkpoint-6"
+    resumed, second = train_here(params, "fp16", scratch_inputs, tmp_path / "resumed", resume_from=state)
+    assert (resumed.status, resumed.first_step, resumed.steps_done) == ("succeeded", 6, 7), resumed.failure
+    assert [step["step"] for step in read_steps(tmp_path / "resumed")] == [7]
+    if DEVICE == "cpu":
+        assert weights_digest(second.trainer.model) == weights_digest(first.trainer.model)
+
+
 def test_the_same_seed_is_the_same_run_and_another_is_not(scratch_inputs: Inputs, tmp_path: Path) -> None:
     for name, seed in {"first": 1, "again": 1, "other": 2}.items():
         train_here(params_with(max_steps=2, seed=seed), "fp16", scratch_inputs, tmp_path / name)

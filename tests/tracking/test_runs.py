@@ -10,6 +10,7 @@ import yaml
 from mlflow import MlflowClient
 
 from tasks.errors import HalfstepError, RefusedInput
+from tasks.memory import MB
 from tasks.params import Params
 from tasks.progress import joined_steps
 from tasks.records import (
@@ -20,6 +21,8 @@ from tasks.records import (
     Failure,
     FinishedAttempt,
     Hardware,
+    LeverEffect,
+    MemoryPrediction,
     ObservedPrecision,
     Outcome,
     PrecisionPlan,
@@ -111,10 +114,23 @@ def test_a_repeated_open_goes_on_with_the_same_run(parent: TrackedRun, state_dir
     assert open_parent_run(later, state_dir, Params(), hardware, plan) != parent
 
 
+def test_what_a_resume_set_otherwise_is_a_tag_beside_the_params_of_the_first_start(
+    parent: TrackedRun, state_dir: Path, plan: PrecisionPlan, hardware: Hardware, tmp_path: Path
+) -> None:
+    name = "test_what_a_resume_set_otherwise_is_a_tag_beside_the_params_of_the_first_start"
+    folder = run_folder(name, "f").model_copy(update={"changes": ("memory.budget_mb None -> 900.0", "memory.preflight skip -> warn")})
+    params = Params.model_validate({"memory": {"budget_mb": 900, "preflight": "warn"}})
+    assert open_parent_run(folder, state_dir, params, hardware, plan) == parent
+    run = client_of(parent).get_run(parent.run_id)
+    assert run.data.params["memory.budget_mb"] == "None"
+    assert run.data.tags["params.set_on_resume"] == "memory.budget_mb None -> 900.0; memory.preflight skip -> warn"
+    assert yaml.safe_load(artifact(parent, "params.yaml", tmp_path))["memory"]["budget_mb"] == 900
+
+
 def test_each_attempt_is_a_child_run_with_its_outcome(parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path) -> None:
     first, second = (open_attempt_run(parent, attempt) for attempt in plan.attempts)
-    close_attempt_run(first, SHORTAGE, write_steps(tmp_path / "1", {}))
-    close_attempt_run(second, SUCCESS, write_steps(tmp_path / "2", {}))
+    for run, attempt, outcome in zip((first, second), plan.attempts, (SHORTAGE, SUCCESS), strict=True):
+        close_attempt_run(run, FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=write_steps(tmp_path / attempt.name, {})))
     failed, done = (client_of(parent).get_run(run.run_id) for run in (first, second))
     assert [run.info.run_name for run in (failed, done)] == ["1-baseline-bf16", "2-retry-fp16"]
     assert {run.data.tags["mlflow.parentRunId"] for run in (failed, done)} == {parent.run_id}
@@ -132,6 +148,36 @@ def test_each_attempt_is_a_child_run_with_its_outcome(parent: TrackedRun, plan: 
     assert (done.data.metrics["final_loss_scale"], done.data.metrics["skipped_steps"], done.data.metrics["steps_done"]) == (1024, 1, 3)
     assert Outcome.model_validate_json(artifact(second, "outcome.json", tmp_path)) == SUCCESS
     assert artifact(second, "train.log", tmp_path) == "the log"
+
+
+def test_predicted_and_measured_peak_are_one_metric_and_each_change_is_told_by_category(
+    parent: TrackedRun, plan: PrecisionPlan, tmp_path: Path
+) -> None:
+    categories = {"weights": 500 * MB, "logits": 150 * MB}
+    peak = MemoryPrediction(
+        peak_bytes=650 * MB, least_bytes=0, most_bytes=0, phase="forward", categories=categories, phases={}, available_bytes=800 * MB
+    )
+    steps = (("precision", "bf16 -> fp16", {"runtime": 40 * MB}), ("micro-batch", "8 -> 4", {"logits": 90 * MB, "gradients": -4 * MB}))
+    effects = tuple(LeverEffect(lever=lever, change=text, peak_bytes=0, freed=freed) for lever, text, freed in steps)
+    metrics = []
+    for attempt, outcome in zip(plan.attempts, (SHORTAGE, SUCCESS), strict=True):
+        attempt = attempt.model_copy(update={"prediction": peak, "effects": effects})
+        run = open_attempt_run(parent, attempt)
+        close_attempt_run(run, FinishedAttempt(attempt=attempt, outcome=outcome, attempt_dir=tmp_path))
+        metrics.append(client_of(parent).get_run(run.run_id).data.metrics)
+    short, done = metrics
+    # what ran short may not have come to its peak
+    assert (short["predicted_peak_mb"], short["peak_memory_mb"], "prediction_error_mb" in short) == (650, 900, False)
+    assert (done["predicted_peak_mb"], done["peak_memory_mb"], done["prediction_error_mb"]) == (650, 700, 50)
+    assert {name: size for name, size in done.items() if name.startswith(("predicted_mb/", "freed_mb/"))} == {
+        "predicted_mb/weights": 500,
+        "predicted_mb/logits": 150,
+        "freed_mb/precision": 40,
+        "freed_mb/precision.runtime": 40,
+        "freed_mb/micro-batch": 86,
+        "freed_mb/micro-batch.logits": 90,
+        "freed_mb/micro-batch.gradients": -4,
+    }
 
 
 def test_dataset_is_searchable_and_says_how_to_get_it_back(parent: TrackedRun) -> None:
@@ -205,7 +251,7 @@ def test_runs_of_a_stopped_flow_are_closed(
 ) -> None:
     child = open_attempt_run(parent, plan.attempts[0])
     done = open_attempt_run(parent, plan.attempts[1])
-    close_attempt_run(done, SUCCESS, write_steps(tmp_path / "2", {}))
+    close_attempt_run(done, FinishedAttempt(attempt=plan.attempts[1], outcome=SUCCESS, attempt_dir=write_steps(tmp_path / "2", {})))
     flow_run_id = "flow-test_runs_of_a_stopped_flow_are_closed"
     assert close_open_runs(state_dir, flow_run_id, "KILLED") == 2
     assert [client_of(parent).get_run(run.run_id).info.status for run in (parent, child, done)] == ["KILLED", "KILLED", "FINISHED"]
