@@ -18,11 +18,11 @@ from tasks.hardware import detect_hardware
 from tasks.prediction import predict_peak
 from tasks.records import RunSetting
 from tasks.run_folder import earlier_attempts, open_run
-from tasks.run_log import close_as_failed, close_as_killed, record_inputs, start_tracking
+from tasks.run_log import close_runs, record_inputs, start_tracking
 from tasks.training import train
 
 
-@flow(name="compare", on_failure=[close_as_failed], on_crashed=[close_as_killed], on_cancellation=[close_as_killed])
+@flow(name="compare", on_failure=[close_runs], on_crashed=[close_runs], on_cancellation=[close_runs])
 def compare(
     params: str = "params/compare.yaml",
     variants: list[str] | None = None,

@@ -16,12 +16,12 @@ from tasks.prediction import predict_peak, what_would_fit
 from tasks.records import RunRecord, RunSetting
 from tasks.request import check_engine, resolve_params
 from tasks.run_folder import earlier_attempts, open_run
-from tasks.run_log import close_as_failed, close_as_killed, conclude_run, record_inputs, start_tracking
+from tasks.run_log import close_runs, conclude_run, record_inputs, start_tracking
 from tasks.settled import take_over
 from tasks.training import failure_of, train
 
 
-@flow(name="retrain", on_failure=[close_as_failed], on_crashed=[close_as_killed], on_cancellation=[close_as_killed])
+@flow(name="retrain", on_failure=[close_runs], on_crashed=[close_runs], on_cancellation=[close_runs])
 def retrain(
     params: str = "params/retrain.yaml",
     precision: PrecisionMode | None = None,

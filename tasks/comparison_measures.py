@@ -18,14 +18,7 @@ from tasks.measures import correct_answers, run_measures, what_happened
 from tasks.objectives import LABELS, Label, fact, possible
 from tasks.params import Params
 from tasks.program_request import EvaluationRequest, ModelAnswers
-from tasks.records import (
-    Accuracy,
-    FinishedAttempt,
-    Precision,
-    PrecisionPlan,
-    Record,
-    RunSetting,
-)
+from tasks.records import Accuracy, FinishedAttempt, Precision, PrecisionPlan, Record, RunSetting
 from tasks.verdict import judge
 
 DEVICE_PEAK = "peak_memory_mb_device_"

@@ -8,7 +8,6 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
-from pydantic import ValidationError
 from scipy.stats import binomtest
 
 from tasks.errors import HalfstepError
@@ -20,7 +19,8 @@ from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt
 from tasks.report import evaluation_text
 from tasks.versioning.inputs import input_key
 
-# part of the key of kept base results: raise it when the evaluation program or a built-in scorer answers differently
+# part of the key of kept base results: raise it when ModelAnswers changes, or the evaluation program or a built-in scorer answers
+# differently
 FORMAT_VERSION = 2
 
 
@@ -116,9 +116,7 @@ def answer_each(requests: Iterable[EvaluationRequest], work_dir: Path, say: Call
 
     Returns what kept a file from being written, by file.
     """
-    missing = {request.out_file: request for request in requests if not _readable(request.out_file)}
-    for path in missing:
-        path.unlink(missing_ok=True)
+    missing = {request.out_file: request for request in requests if not request.out_file.is_file()}
     together = [tuple(missing.values())] if len(missing) > 1 else []
     faults: dict[Path, str] = {}
     for batch in [*together, *((request,) for request in missing.values())]:
@@ -130,14 +128,6 @@ def answer_each(requests: Iterable[EvaluationRequest], work_dir: Path, say: Call
         except HalfstepError as error:
             faults |= {request.out_file: str(error) for request in left}
     return {path: fault for path, fault in faults.items() if not path.is_file()}
-
-
-def _readable(path: Path) -> bool:
-    try:
-        read_record(path, ModelAnswers)
-    except (OSError, ValidationError):
-        return False
-    return True
 
 
 def kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:

@@ -5,7 +5,6 @@ from itertools import accumulate
 from statistics import fmean, median
 
 from tasks.comparison_records import RunMeasures
-from tasks.errors import RefusedInput
 from tasks.memory import MB
 from tasks.program_request import ModelAnswers
 from tasks.records import Accuracy, Outcome
@@ -18,14 +17,8 @@ DEVICE_PEAK = "peak_memory_mb/device_"
 
 
 def run_measures(steps: Steps, warmup_steps: int, outcome: Outcome, accuracy: Accuracy | None = None) -> RunMeasures:
-    """Return the measures of a run that succeeded; `steps` are those of tasks.attempt_files.read_steps, all of them.
-
-    Raises:
-        RefusedInput: the warm-up leaves no step to measure.
-    """
+    """Return the measures of a run that succeeded; `steps` are all of tasks.attempt_files.read_steps, more than the warm-up."""
     measured = steps[warmup_steps:]
-    if not measured:
-        raise RefusedInput(f"the run has {len(steps)} steps and {warmup_steps} of them are warm-up; train for more steps")
     by_device = _peaks_by_device(steps)
     # the process' own peak covers what no step saw, such as a save
     peak = outcome.peak_memory_bytes / MB if outcome.peak_memory_bytes is not None else max(by_device)

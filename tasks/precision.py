@@ -3,8 +3,6 @@
 Emulated precision never runs on an accelerator; on a CPU it is a rehearsal. What is asked for and cannot be done is refused.
 """
 
-from collections.abc import Iterable
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
@@ -166,14 +164,9 @@ def _remedy(hardware: Hardware, params: Params) -> str:
         changed = {value: params.precision.model_copy(update={name: value}) for value in values}
         tried = {value: params.model_copy(update={"precision": section}) for value, section in changed.items()}
         if accepted := [value for value in values if not _refusal(hardware, tried[value])]:
-            ways.append(f"set precision.{name} to {_either(accepted)}")
+            ways.append(f"set precision.{name} to {' or '.join(map(repr, accepted))}")
     wished = [name for name, values in REMEDIES.items() if values[0] == "auto" != getattr(params.precision, name)]
     return ", or ".join(ways) or "set " + " and ".join(f"precision.{name} to 'auto'" for name in wished)
-
-
-def _either(values: Iterable[str]) -> str:
-    *first, last = (f"{value!r}" for value in values)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _why_not(label: Label, hardware: Hardware, params: Params, first: str) -> str:

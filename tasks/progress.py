@@ -13,7 +13,6 @@ from tasks.records import FinishedAttempt
 from tasks.warning_signs import warning_signs
 
 SHOWN_EVERY_SECONDS = 5.0
-READ_EVERY_SECONDS = 1.0
 PANELS = (
     ("reward", "mean reward"),
     ("grad_norm", "gradient norm, before clipping"),
@@ -37,7 +36,7 @@ class TrainingProgress:
         """Look for new steps and tell about the newest; `final` waits for nothing."""
         if not final and time.monotonic() < self.next_time:
             return
-        self.next_time = time.monotonic() + READ_EVERY_SECONDS
+        self.next_time = time.monotonic() + SHOWN_EVERY_SECONDS
         steps = read_steps(self.attempt_dir)
         for sign in warning_signs(steps):
             if sign.name not in self.warned:
@@ -46,7 +45,6 @@ class TrainingProgress:
         if not steps or int(steps[-1]["step"]) == self.shown_step:
             return
         self.shown_step = int(steps[-1]["step"])
-        self.next_time = time.monotonic() + SHOWN_EVERY_SECONDS
         self.say(progress_line(steps, self.total_steps, datetime.now().astimezone()))
 
 

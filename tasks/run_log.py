@@ -7,7 +7,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.flows import Flow, FlowStateHook
+from prefect.flows import Flow
 from prefect.logging import get_logger, get_run_logger
 
 from tasks.attempt_log import deliver
@@ -29,7 +29,7 @@ from tasks.records import (
     TrackedRun,
 )
 from tasks.report import summary_text
-from tasks.tracking.runs import RunStatus, close_open_runs, close_parent_run, log_dataset, open_parent_run
+from tasks.tracking.runs import close_open_runs, close_parent_run, log_dataset, open_parent_run
 
 NETWORK_RETRIES = 2
 
@@ -91,17 +91,10 @@ def _keep(record: RunRecord) -> None:
     get_run_logger().info("summary:\n%s", summary)
 
 
-def _closing(status: RunStatus) -> FlowStateHook[..., Any]:
-    """Return a flow hook that leaves none of the flow run's MLflow runs open."""
-
-    def close_runs(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-        try:
-            close_open_runs(STATE_DIR, str(flow_run.id), status)
-        except HalfstepError as error:
-            # what ended the flow has been said already; this must not bury it
-            get_logger("run_log").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])
-
-    return close_runs
-
-
-close_as_failed, close_as_killed = _closing("FAILED"), _closing("KILLED")
+def close_runs(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Leave none of the flow run's MLflow runs open (a flow hook): one that did not fail was cut off."""
+    try:
+        close_open_runs(STATE_DIR, str(flow_run.id), "FAILED" if state.is_failed() else "KILLED")
+    except HalfstepError as error:
+        # what ended the flow has been said already; this must not bury it
+        get_logger("run_log").warning("runs in MLflow stay open: %s", str(error).splitlines()[0])

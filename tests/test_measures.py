@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from tasks.errors import RefusedInput
 from tasks.evaluation import accuracy
 from tasks.measures import correct_answers, detrended_spread, run_measures, what_happened
 from tasks.memory import MB
@@ -87,11 +86,6 @@ def test_accuracy_comes_with_its_interval() -> None:
     assert (found.accuracy, found.num_problems) == (0.75, 4)
     assert found.accuracy_low is not None and found.accuracy_high is not None and found.accuracy_low < 0.75 < found.accuracy_high
     assert correct_answers(ModelAnswers(answers=answers), 0.5) == (True, True, False, True)
-
-
-def test_a_run_that_is_all_warm_up_is_refused() -> None:
-    with pytest.raises(RefusedInput, match="1 steps and 3 of them are warm-up"):
-        run_measures([step(1)], 3, DONE)
 
 
 def test_neither_a_rise_nor_a_bend_is_spread() -> None:

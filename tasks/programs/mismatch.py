@@ -4,8 +4,6 @@ Both have the same weights; they differ by rounding: the rollout's dtype and KV 
 Source: "Defeating the Training-Inference Mismatch via FP16" (arXiv 2510.26788); the KL estimate is Schulman's k3.
 """
 
-import math
-
 import torch
 from transformers import LogitsProcessor
 
@@ -55,30 +53,24 @@ class SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
 
 
 class MismatchMeter:
-    """Adds up a step's differences between trained and sampled log-probabilities."""
+    """Keeps a step's log-probabilities of the sampled tokens and tells how far they are apart."""
 
     def __init__(self) -> None:
-        self._count = self._kl = self._squares = self._train_squares = self._max = 0.0
+        self._pairs: list[torch.Tensor] = []
 
     def add(self, trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
         """Add log-probabilities (batch, tokens) in nats of the tokens where `mask` is 1."""
         chosen = mask.bool()
         # on the CPU: an Apple GPU has no float64
-        log_p, log_q = trained[chosen].cpu().double(), sampled[chosen].cpu().double()
-        difference = log_p - log_q
-        if not difference.numel():
-            return
-        self._count += difference.numel()
-        self._kl += (difference.expm1() - difference).sum().item()
-        self._squares += difference.square().sum().item()
-        self._train_squares += log_p.square().sum().item()
-        # max() of Python would let a NaN pass
-        self._max = float(torch.maximum(difference.abs().max(), torch.tensor(self._max, dtype=torch.float64)).item())
+        self._pairs.append(torch.stack([trained[chosen].cpu().double(), sampled[chosen].cpu().double()]))
 
     def metrics(self) -> dict[str, float]:
         """Return KL(rollout || training) and the RMS and largest difference, in nats; the RMS also relative to the log-probabilities'."""
-        if not self._count:
+        trained, sampled = torch.cat([torch.empty(2, 0), *self._pairs], dim=1)
+        if not trained.numel():
             return {}
-        relative = {"mismatch_relative": math.sqrt(self._squares / self._train_squares)} if self._train_squares else {}
-        rms = math.sqrt(self._squares / self._count)
-        return {"mismatch_kl": self._kl / self._count, "mismatch_rms": rms, "mismatch_max": self._max, **relative}
+        difference = trained - sampled
+        rms, size = (float(values.square().mean().sqrt()) for values in (difference, trained))
+        relative = {"mismatch_relative": rms / size} if size else {}
+        kl = float((difference.expm1() - difference).mean())
+        return {"mismatch_kl": kl, "mismatch_rms": rms, "mismatch_max": float(difference.abs().max()), **relative}

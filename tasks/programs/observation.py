@@ -84,18 +84,13 @@ def check_observed(observed: ObservedPrecision, planned: Precision) -> None:
     """Raise PrecisionMismatch unless every phase ran in the planned dtype and the scaler is as planned."""
     trains, samples = planned.autocast_dtype, planned.sampling_dtype
     seen = {
-        "forward": (observed.forward, trains),
-        "backward": (observed.backward, trains),
-        "rollout": (observed.rollout, samples),
-        "rollout's head": (observed.rollout_head, "float32" if planned.lm_head_fp32 else samples),
+        "forward ran": (observed.forward, trains),
+        "backward ran": (observed.backward, trains),
+        "rollout ran": (observed.rollout, samples),
+        "rollout's head ran": (observed.rollout_head, "float32" if planned.lm_head_fp32 else samples),
+        "trainable weights are": (observed.trainable_weights, planned.weights_dtype),
     }
-    wrong = [
-        f"{phase} ran in {', '.join(dtypes) or 'nothing'}, planned {wanted}"
-        for phase, (dtypes, wanted) in seen.items()
-        if dtypes != (wanted,)
-    ]
-    if observed.trainable_weights != (planned.weights_dtype,):
-        wrong.append(f"trainable weights are {', '.join(observed.trainable_weights)}, planned {planned.weights_dtype}")
+    wrong = [f"{what} in {', '.join(dtypes) or 'nothing'}, planned {dtype}" for what, (dtypes, dtype) in seen.items() if dtypes != (dtype,)]
     if observed.scaler_live != planned.grad_scaler:
         wrong.append(f"grad scaler is {'live' if observed.scaler_live else 'absent'}")
     if wrong:

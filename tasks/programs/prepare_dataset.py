@@ -49,11 +49,7 @@ def build(request: DatasetRequest) -> None:
         write_problems(folder / TRAIN_FILE, train)
         write_problems(folder / EVAL_FILE, held_out)
         write_record(folder / MANIFEST_FILE, manifest)
-    print(
-        f"progress: dataset in {request.out_dir}: {len(train)} training and {len(held_out)} held-out problems; left out: "
-        f"{drawn.num_repeats} repeats, {drawn.num_held_out_in_train} training problems that are held out, "
-        f"{dropped} prompts above {limit} tokens"
-    )
+    print(f"progress: dataset in {request.out_dir}: {', '.join(f'{name} {count}' for name, count in manifest if name != 'spec')}")
 
 
 def render_prompt(question: str, dataset: DatasetParams, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -42,8 +42,6 @@ def log_comparison(run: TrackedRun, record: ComparisonRecord, curves: Mapping[st
         log_rows(client, run.run_id, [{name: row.get(name) for name in columns} for row in rows], "runs.json")
         log_rows(client, run.run_id, contrasts, "contrasts.json")
         client.log_text(run.run_id, record.model_dump_json(indent=2), "comparison.json")
-        client.log_text(run.run_id, verdict.model_dump_json(indent=2), "verdict.json")
-        client.log_text(run.run_id, json.dumps(record.versions, indent=2), "versions.json")
         for name, svg in curves.items():
             client.log_text(run.run_id, svg, f"curves/{name}.svg")
         for path in files:

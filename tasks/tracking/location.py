@@ -14,18 +14,23 @@ from tasks.files import file_lock
 
 
 def tracking_uri(state_dir: Path) -> str:
-    """Return the address in use; the default is absolute, so it does not depend on the working directory."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{state_dir.resolve() / 'mlflow.db'}"
+    """Return the address in use; the default is absolute, so it does not depend on the working directory.
+
+    Raises:
+        RefusedInput: it carries a password, which records and MLflow's own messages would repeat.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{state_dir.resolve() / 'mlflow.db'}"
+    if re.search(r"//[^/@\s]*@", uri):
+        raise RefusedInput(
+            "MLFLOW_TRACKING_URI carries a user or password, which would be written down with every run; "
+            "take them out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return uri
 
 
 def experiment_name() -> str:
     """Return the experiment in use."""
     return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "halfstep"
-
-
-def without_passwords(text: str) -> str:
-    """Return a text with the passwords of its addresses struck out; MLflow repeats them in its own messages."""
-    return re.sub(r"//[^/@\s]*@", "//***@", text)
 
 
 @contextlib.contextmanager
@@ -39,8 +44,7 @@ def reaching(uri: str, wish: str) -> Iterator[MlflowClient]:
         yield MlflowClient(uri)
     except (MlflowException, OSError) as error:
         remedy = "start that server or correct MLFLOW_TRACKING_URI; unset, the file state/mlflow.db is used"
-        found = f"could not {wish} in MLflow at {uri}: {str(error).strip()[:600]}; {remedy}"
-        raise HalfstepError(without_passwords(found)) from error
+        raise HalfstepError(f"could not {wish} in MLflow at {uri}: {str(error).strip()[:600]}; {remedy}") from error
 
 
 def open_experiment(state_dir: Path) -> tuple[MlflowClient, str, str]:
@@ -49,11 +53,6 @@ def open_experiment(state_dir: Path) -> tuple[MlflowClient, str, str]:
     One process at a time: MLflow fails when two create a database at once.
     """
     uri, name = tracking_uri(state_dir), experiment_name()
-    if without_passwords(uri) != uri:
-        raise RefusedInput(
-            "MLFLOW_TRACKING_URI carries a user or password, which would be written down with every run; "
-            "take them out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        )
     with file_lock(state_dir / "mlflow.lock"), reaching(uri, f"open experiment {name!r}") as client:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:

@@ -1,4 +1,13 @@
-"""The command of the versions: ``python -m tasks.versioning {list,verify,restore}``."""
+"""What DVC keeps for halfstep: checkpoints and built inputs, by hash.
+
+Examples:
+  python -m tasks.versioning list
+  python -m tasks.versioning restore 0123456789abcdef0123456789abcdef.dir /tmp/checkpoint
+  python -m tasks.versioning verify
+
+A run's hashes are in its run.json and among its tags in MLflow. To keep a second copy elsewhere:
+  cd state/store && python -m dvc remote add -d NAME URL
+"""
 
 import argparse
 import sys
@@ -10,24 +19,11 @@ from tasks.places import STORE_DIR
 from tasks.versioning.restore import restore_folder
 from tasks.versioning.store import list_store, verify_store
 
-EPILOG = """examples:
-  python -m tasks.versioning list
-  python -m tasks.versioning restore 0123456789abcdef0123456789abcdef.dir /tmp/checkpoint
-  python -m tasks.versioning verify
-
-A run's hashes are in its run.json and among its tags in MLflow. To keep a second copy elsewhere:
-  cd state/store && python -m dvc remote add -d NAME URL
-"""
-
 
 def main() -> int:
     """Carry out one command; faults found by `verify` are exit code 1."""
-    parser = argparse.ArgumentParser(
-        "python -m tasks.versioning",
-        description="What DVC keeps for halfstep: checkpoints and built inputs, by hash.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tasks.versioning", description=__doc__, formatter_class=about)
     parser.add_argument("--store", type=Path, default=STORE_DIR, help="the store (default: state/store)")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="what the store holds: kind/name, hash, size")

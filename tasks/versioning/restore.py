@@ -13,7 +13,7 @@ from tasks.errors import HalfstepError, RefusedInput
 from tasks.files import folder_aside
 from tasks.places import PROJECT_DIR
 from tasks.records import ArtifactVersion
-from tasks.versioning.folders import Manifest, folder_fault, hash_file, object_path, read_manifest
+from tasks.versioning.folders import Manifest, folder_fault, object_path, read_manifest
 
 
 def cache_dir(repo_dir: Path) -> Path:
@@ -48,16 +48,14 @@ def restore_folder(store_dir: Path, dvc_hash: str, destination: Path, project_di
     try:
         with folder_aside(destination) as whole:
             for relpath, md5 in manifest.items():
-                source, target = object_path(cache, md5), whole / relpath
+                target = whole / relpath
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
+                shutil.copyfile(object_path(cache, md5), target)
                 with target.open("rb") as stream:
                     os.fsync(stream.fileno())
-                if hash_file(target) != md5:
-                    raise HalfstepError(
-                        f"{relpath} of {dvc_hash} is damaged and not used: {source} does not have its own md5; nothing was restored. "
-                        "If a remote holds it, delete that cache file and restore again"
-                    )
+            if fault := folder_fault(whole, dvc_hash, cache):
+                remedy = "If a remote holds it, delete the cache's file of the recorded md5 and restore again"
+                raise HalfstepError(f"{dvc_hash} is damaged in {cache} and not used: {fault}; nothing was restored. {remedy}")
     except OSError as error:
         raise HalfstepError(f"could not restore {dvc_hash} into {destination}: {error}; nothing was left there") from error
     return destination

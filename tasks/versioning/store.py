@@ -6,7 +6,6 @@ folder is pushed too. The pointers (`<kind>/<name>.dvc`) are the keep-list of `d
 
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -58,11 +57,9 @@ def store_folder(store_dir: Path, folder: Path, kind: Kind, name: str) -> Artifa
     repairs a damaged entry; with `folder` gone and the entry there, what failed after the move (the push) is done again.
 
     Raises:
-        RefusedInput: no such folder, an unusable name, or the name already stands for other bytes.
+        RefusedInput: no such folder, or the name already stands for other bytes.
         HalfstepError: DVC failed. After a failed push the bytes are safe in the store.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.endswith(".dvc"):
-        raise RefusedInput(f"cannot store under the name {name!r}: letters, digits, '.', '_' and '-', not ending in .dvc")
     with file_lock(lock_path(store_dir)):
         config = store_dir / ".dvc" / "config"
         if not config.is_file():

@@ -42,7 +42,7 @@ def every_figure_is_in_mlflow(compared: FlowRun) -> None:
         for name in ("effect", "low", "high", "p_value"):
             assert parent.data.metrics.get(f"verdict/{finding.criterion}/{name}") == getattr(finding, name)
     names = {item.path for item in compared.client.list_artifacts(record.tracked.run_id)}
-    assert {"report.html", "report.md", "comparison.json", "verdict.json", "runs.json", "curves", "summary.txt"} <= names
+    assert {"report.html", "report.md", "comparison.json", "runs.json", "curves", "summary.txt"} <= names
     contrasts = [contrast.model_dump() for finding in verdict.findings for contrast in finding.contrasts]
     if contrasts:
         table = json.loads(artifacts.load_text(f"{parent.info.artifact_uri}/contrasts.json"))

@@ -29,7 +29,7 @@ def test_what_was_planned_passes() -> None:
         ({"backward": ()}, "backward ran in nothing"),
         ({"rollout": ("bfloat16",)}, "rollout ran in bfloat16"),
         ({"rollout_head": ("float32",)}, "rollout's head ran in float32"),
-        ({"trainable_weights": ("float16",)}, "trainable weights are float16, planned float32"),
+        ({"trainable_weights": ("float16",)}, "trainable weights are in float16, planned float32"),
         ({"scaler_live": False}, "grad scaler is absent"),
     ],
 )

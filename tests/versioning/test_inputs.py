@@ -91,7 +91,7 @@ def test_damaged_stage_output_is_named_and_refused(project: Path, tmp_path: Path
     cached.write_bytes(b"rowz" * 1000)
     cached.chmod(0o444)
     shutil.rmtree(folder)
-    with pytest.raises(HalfstepError, match=r"train\.parquet of .* is damaged"):
+    with pytest.raises(HalfstepError, match=r"is damaged .*train\.parquet has md5"):
         find_input(project, "datasets", SPEC)
     assert not folder.exists()
 

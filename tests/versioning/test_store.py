@@ -77,8 +77,6 @@ def test_storing_the_same_content_again_is_harmless_and_other_content_is_refused
     with pytest.raises(RefusedInput, match="symbolic link"):
         (other / "link").symlink_to(tmp_path)
         store_folder(store, other, "datasets", "linked")
-    with pytest.raises(RefusedInput, match="name"):
-        store_folder(store, other, "datasets", "../escape")
 
 
 def test_two_processes_storing_at_once_queue(tmp_path: Path, store: Path) -> None:
