@@ -119,8 +119,8 @@ class MemoryPrediction(Record):
     """What training is expected to take at its peak: the quantity that a budget limits and an outcome's peak measures."""
 
     peak_bytes: int
-    least_bytes: int = Field(description="no measured peak lay below this")
-    most_bytes: int = Field(description="no measured peak lay above this")
+    least_bytes: int = Field(description="a lower peak is not expected: where measured, none lay below")
+    most_bytes: int = Field(description="a higher peak is not expected: where measured, none lay above")
     phase: Phase = Field(description="where the peak comes")
     categories: dict[str, int] = Field(description="bytes by what they hold, at the peak; their sum is peak_bytes")
     phases: dict[Phase, int] = Field(description="highest use of each phase")
