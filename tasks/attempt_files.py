@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 from tasks.params import Params
-from tasks.records import Failure, Outcome, TrainingJob
+from tasks.records import Failure, Outcome, Phase, TrainingJob
 
 STATE_PREFIX = "checkpoint-"
+PHASE_FILE = "phase"
 
 
 def training_states(states_dir: Path) -> list[Path]:
@@ -33,6 +35,12 @@ def read_steps(attempt_dir: Path) -> list[dict[str, float]]:
     return [{"step": float(entry["step"]), "time": float(entry["time"]), **entry["metrics"]} for entry in map(json.loads, lines)]
 
 
+def last_phase(folder: Path) -> Phase | None:
+    """Return the phase in which the training process of a folder, or one rank of it, was last; None if it came to none."""
+    file = folder / PHASE_FILE
+    return cast("Phase", file.read_text().strip()) or None if file.is_file() else None
+
+
 def unfinished_outcome(job: TrainingJob, message: str) -> Outcome:
     """Return the outcome of an attempt whose process ended and left none, from what else it wrote."""
     steps, first_step = read_steps(job.attempt_dir), state_step(job.attempt.resume_from)
@@ -42,5 +50,5 @@ def unfinished_outcome(job: TrainingJob, message: str) -> Outcome:
         steps_done=int(steps[-1]["step"]) if steps else first_step,
         total_steps=Params.model_validate(job.params).training.max_steps,
         last_state_dir=last_training_state(job.attempt_dir) or job.attempt.resume_from,
-        failure=Failure(phase=None, error_type="ProcessDied", message=message),
+        failure=Failure(phase=last_phase(job.attempt_dir), error_type="ProcessDied", message=message),
     )

@@ -78,7 +78,9 @@ class Contrast(Record):
     high: float
     p_value: float = Field(description="adjusted for every comparison of the verdict")
     shown: bool = Field(description="significant, and of a size that matters")
-    collapsed: bool = Field(default=False, description="narrower curves with a lower reward, which count for nothing")
+    lower_reward: bool = Field(
+        default=False, description="of the better variant: what a policy that gave up is better in counts for nothing"
+    )
 
 
 class Finding(Record):
@@ -93,9 +95,10 @@ class Finding(Record):
     p_value: float | None = None
     contrasts: tuple[Contrast, ...] = ()
 
-    def beaten_by(self, candidates: tuple[str, ...]) -> set[str]:
-        """Return the variants that one of `candidates` is shown to be better than."""
-        return {contrast.worse for contrast in self.contrasts if contrast.shown and contrast.better in candidates}
+    def beats(self, one: str, other: str) -> bool:
+        """Return whether `one` is shown to be better than `other` in a measure, and `other` in none."""
+        ahead = {contrast.better for contrast in self.contrasts if contrast.shown and {contrast.better, contrast.worse} == {one, other}}
+        return ahead == {one}
 
 
 class Verdict(Record):
@@ -105,4 +108,10 @@ class Verdict(Record):
     sentences: tuple[str, str] = Field(description="for the head of the report")
     indicative: bool = Field(description="too few steps or seeds: no verdict is given")
     best_overall: str | None
-    only_finished: str | None = Field(default=None, description="the others ran out of memory or diverged; counted, not tested")
+    only_finished: str | None = Field(default=None, description="all others ran out of memory or diverged; counted, not tested")
+    left: tuple[str, ...] = Field(default=(), description="variants that neither another nor the base model is shown to beat")
+
+    @property
+    def settles_something(self) -> bool:
+        """Return whether variants were tested against each other, or all but one failed."""
+        return bool(self.only_finished) or any(finding.p_value is not None for finding in self.findings)

@@ -21,7 +21,7 @@ from tasks.versioning.inputs import input_key
 
 # part of the key of kept base results: raise it when ModelAnswers changes, or the evaluation program or a built-in scorer answers
 # differently
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @task(cache_policy=NO_CACHE)

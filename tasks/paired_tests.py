@@ -3,9 +3,10 @@
 The model of each measure is variant + seed + residual, on a log scale for times, memory and spreads. Each pair takes two t-tests, and
 the larger p of both counts. One pools the residual over all variants, (variants - 1) x (seeds - 1) degrees of freedom, and is corrected
 by Holm within a criterion and by Bonferroni over the four criteria. The other rests on the pair's own differences, seeds - 1 degrees of
-freedom, and is corrected over the criteria alone: it stops a pair that varies more than the others, which pooling takes for sure. So a
-verdict over variants that do not differ names a difference in 5 % of all cases or fewer, and in about 6 % where one of three variants
-varies ten times as much as the others (10 % by pooling alone; tests/test_paired_tests.py counts both).
+freedom, and is corrected over the criteria and, of more than three variants, over half of them: it stops a pair that varies more than
+the others, which pooling takes for sure. So a verdict over variants that do not differ names a difference in 5 % of all cases or fewer,
+and in about 6 % where one variant varies ten times as much as the others (10 % and more by pooling alone; tests/test_paired_tests.py
+counts both).
 
 Accuracy takes two tests, and the larger p of both counts. Runs of one variant differ by more than the chance of their problems, which
 only the spread over seeds shows; and seeds share their problems, which only a test by problem sees: McNemar's exact test, where a
@@ -110,13 +111,16 @@ def contrasts(tests: Sequence[PairTest]) -> tuple[Contrast, ...]:
     """Return one criterion's tests corrected, the surest first; intervals by Bonferroni, so wider than Holm's p would have them."""
     found: list[Contrast] = []
     adjusted, tail = 0.0, ALPHA / (2 * max(len(tests), 1) * NUM_CRITERIA)
+    # one variant that varies more than the others makes a pair with each of them: with more variants there are more such pairs
+    variants = {name for test in tests for name in (test.better, test.worse)} - {BASE}
+    own_factor = NUM_CRITERIA * max(1.0, (len(variants) - 1) / 2)
     for rank, test in enumerate(sorted(tests, key=lambda test: test.p_value)):
         adjusted = min(max(adjusted, test.p_value * (len(tests) - rank) * NUM_CRITERIA), 1.0)
-        p_value = min(max(adjusted, test.own_p_value * NUM_CRITERIA), 1.0)
+        p_value = min(max(adjusted, test.own_p_value * own_factor), 1.0)
         scale = SCALES[test.measure]
         half = max(
             float(student.isf(tail, test.freedom)) * test.error,
-            float(student.isf(ALPHA / (2 * NUM_CRITERIA), test.own_freedom)) * test.own_error,
+            float(student.isf(ALPHA / (2 * own_factor), test.own_freedom)) * test.own_error,
             float(normal.isf(tail)) * test.problem_error,
         )
         effect, low, high = (

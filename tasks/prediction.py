@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
@@ -31,8 +32,10 @@ from tasks.versioning.inputs import find_input, input_key
 
 PREDICTIONS_DIR = STATE_DIR / "predictions"
 # what of our own code a prediction rests on
-_PROGRAMS = ("dry_run", "predict_memory", "grpo", "adapters", "half_precision", "device_memory")
+_PROGRAMS = ("__init__", "lifecycle", "dry_run", "predict_memory", "grpo", "adapters", "half_precision", "device_memory")
 SOURCES = ("peak_memory.py", *(f"programs/{name}.py" for name in _PROGRAMS))
+# what the child that predicts takes over from here: what allocators keep, and how many threads have an arena of their own
+ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTORCH_")
 Say = Callable[[str], None]
 
 
@@ -75,8 +78,9 @@ class Forecast(NamedTuple):
     def _depends_on(self, request: PeakRequest) -> dict[str, object]:
         files = [(PROJECT_DIR / "tasks" / name).read_text(encoding="utf-8") for name in SOURCES]
         versions = [version(library) for library in ("torch", "transformers", "trl", "peft", "bitsandbytes")]
-        facts = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions, "files": files}
-        return request.model_dump(mode="json") | facts | {"model": model_config(self.params.base_model)}
+        facts: dict[str, object] = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions}
+        facts["environment"] = {name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)}
+        return request.model_dump(mode="json") | facts | {"files": files, "model": model_config(self.params.base_model)}
 
     def _beside_available(self, prediction: MemoryPrediction) -> MemoryPrediction:
         free, budget = self.hardware.memory_free_bytes, self.params.memory.budget_mb

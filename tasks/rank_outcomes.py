@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from tasks.errors import ScorerFailed
-from tasks.records import Failure, Outcome, Record, Status
+from tasks.records import Failure, Outcome, Phase, Record, Status
 
 # what a rank says that waited for another in vain: gloo, NCCL and its watchdog, torch's stores
 _COMPLAINT = re.compile(
@@ -40,6 +40,7 @@ class RankReport(Record):
     returncode: int = Field(description="as subprocess says it")
     seen_seconds: float | None = Field(description="when its outcome or its end was first seen; null: not before it was ended")
     log_tail: str = ""
+    phase: Phase | None = Field(default=None, description="in which it was last")
 
     @property
     def status(self) -> Status:
@@ -98,11 +99,11 @@ def _of_cause(cause: RankReport, reports: list[RankReport], unfinished: Outcome)
         waited = next((failure.message for failure in failures if failure and failure is not said), "no time is left")
         found = f"rank {rank} did not answer, and was ended; the others waited for it: {waited}"
         return unfinished.model_copy(
-            update={"status": "failed", "failure": Failure(phase=None, error_type="RankSilent", message=found, rank=rank)}
+            update={"status": "failed", "failure": Failure(phase=cause.phase, error_type="RankSilent", message=found, rank=rank)}
         )
     if cause.outcome is None:
         how = f"signal {-cause.returncode}" if cause.returncode < 0 else f"exit code {cause.returncode}"
-        died = Failure(phase=None, error_type="ProcessDied", message=f"rank {rank} ended by {how} without an outcome", rank=rank)
+        died = Failure(phase=cause.phase, error_type="ProcessDied", message=f"rank {rank} ended by {how} without an outcome", rank=rank)
         return unfinished.model_copy(update={"status": cause.status, "failure": died})
     alike = all(other and said and (other.error_type, other.message) == (said.error_type, said.message) for other in failures)
     if said is None or alike:

@@ -18,6 +18,7 @@ from tasks.errors import RefusedInput
 from tasks.files import read_record, write_record
 from tasks.params import Params, differences, with_overrides
 from tasks.places import RUNS_DIR
+from tasks.precision import plan_precision
 from tasks.records import Hardware, Record
 from tasks.run_folder import COMPARISON_FILE
 
@@ -45,7 +46,7 @@ class Settled(Record):
 
 class _Candidate(NamedTuple):
     record: ComparisonRecord
-    variant: str | None  # best overall, or the only one that finished; None: these runs show no difference
+    variant: str | None  # None: these runs show no difference, and 'auto' takes none that is out
     differences: tuple[str, ...]
 
 
@@ -73,8 +74,12 @@ def settle(hardware: Hardware, params: Params) -> Settled:
     if fitting is None:
         raise RefusedInput(_refusal(candidates))
     record, variant, _ = fitting
-    told = record.measured.verdict.sentences[0].rstrip(".")
-    because = f"precision.mode is 'measured': in comparison {record.run_name} {told}"
+    verdict = record.measured.verdict
+    because = f"precision.mode is 'measured': in comparison {record.run_name} {verdict.sentences[0].rstrip('.')}"
+    if not verdict.left:
+        raise RefusedInput(f"{because}; so none of its variants can be taken over: name a precision, or set precision.mode to 'auto'")
+    if variant not in (verdict.best_overall, verdict.only_finished):
+        because += f"; 'auto' would take one that is out, so {variant} is taken"
     if variant is None:
         return Settled(overrides={"precision.mode": "auto"}, because=f"{because}, so that 'auto' decides")
     overrides = {path: value for path, value in record.params["comparison"]["variants"][variant].items() if path.startswith("precision.")}
@@ -93,16 +98,26 @@ def _verdicts() -> Iterator[ComparisonRecord]:
     for path in sorted(RUNS_DIR.glob(f"*/{COMPARISON_FILE}"), reverse=True):
         with contextlib.suppress(ValidationError, OSError):
             record = read_record(path, ComparisonRecord)
-            if record.measured.verdict.findings:
+            if record.measured.verdict.settles_something:
                 yield record
 
 
 def _candidate(record: ComparisonRecord, hardware: Hardware, params: Params) -> _Candidate:
-    variant = record.measured.verdict.best_overall or record.measured.verdict.only_finished
+    verdict = record.measured.verdict
+    variant = verdict.best_overall or verdict.only_finished or _instead_of_auto(record, hardware, params)
     theirs = _params(record, variant)
     taken = record.params["comparison"]["variants"].get(variant, {})
     differences = [*machine_differences(record.hardware, hardware), *_setting_differences(theirs, params, taken)]
     return _Candidate(record, variant, tuple(differences))
+
+
+def _instead_of_auto(record: ComparisonRecord, hardware: Hardware, params: Params) -> str | None:
+    """Return the first variant left if 'auto' would take the precision of one that is out; None leaves it to 'auto'."""
+    auto = plan_precision(hardware, with_overrides(params, {"precision.mode": "auto"}, "precision.mode 'measured'")).attempts[0]
+    left = record.measured.verdict.left
+    modes = {name: _params(record, name).precision.mode for name in record.params["comparison"]["variants"]}
+    out = {mode for name, mode in modes.items() if name not in left} - {modes[name] for name in left}
+    return left[0] if left and auto.precision.label in out else None
 
 
 def _params(record: ComparisonRecord, variant: str | None) -> Params:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from tasks.comparison_records import Contrast, Criterion, Finding, MeasuredRun
@@ -16,6 +17,18 @@ ENDED: dict[Status, str] = {
     "failed": "failed",
     "cancelled": "was cut off",
 }
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the variants that were compared stand to each other."""
+
+    variants: tuple[str, ...]
+    best: str | None
+    only: str | None
+    left: tuple[str, ...]
+    unknown: tuple[str, ...]
+    reasons: tuple[str, ...]
 
 
 def joined(names: Sequence[str]) -> str:
@@ -39,7 +52,8 @@ def contrast_text(contrast: Contrast) -> str:
     interval = f"{factor * contrast.low:.{digits}f} to {factor * contrast.high:.{digits}f}"
     p_value = "p < 0.001" if contrast.p_value < 0.001 else f"p = {contrast.p_value:.2g}"
     significant = contrast.p_value <= ALPHA and not contrast.shown
-    why_not = ", not counted since its reward is lower" if contrast.collapsed else ", too little to matter" if significant else ""
+    lower = f", not counted since the reward of {better} is lower" if contrast.lower_reward else ""
+    why_not = lower or (", too little to matter" if significant else "")
     return f"{said} ({interval}; {p_value}{why_not})"
 
 
@@ -69,29 +83,42 @@ def missing_texts(runs: Sequence[MeasuredRun], compared: Runs) -> list[str]:
     return texts
 
 
-def overall_text(
-    best: str | None,
-    only: str | None,
-    left: Sequence[str],
-    taken_out: Mapping[Criterion, Sequence[str]],
-    missing: Sequence[str],
-    findings: Sequence[Finding],
-    rests_on: str,
-) -> tuple[str, str]:
+def dropped_texts(runs: Sequence[MeasuredRun], compared: Runs) -> list[str]:
+    """Return which seeds are left out and why, such as 'seed 2 left out, since fp16 failed in it'."""
+    return [
+        f"seed {run.seed} left out, since {run.variant} {ENDED[run.status]} in it"
+        for run in runs
+        if run.variant in compared and run.status != "succeeded"
+    ]
+
+
+def overall_text(standing: Standing, findings: Sequence[Finding], rests_on: str) -> tuple[str, str]:
     """Return the two sentences of a report's head: which variant and why; what is best for each criterion, and how sure that is."""
-    reasons = [f"{joined(names)} shown worse in {criterion}" for criterion, names in taken_out.items()]
-    reasons += missing
-    if only:
-        first = f"No variant is shown best, but {only} is the only one that finished every run: {'; '.join(reasons)} (counted, not tested)"
-    elif best:
-        first = f"{best} is best overall: {'; '.join(reasons)}"
-    elif len(left) > 1:
-        first = "; ".join([f"No variant is best overall: between {joined(left)} no difference that these runs can show", *reasons])
+    reasons = "; ".join(standing.reasons)
+    if standing.best:
+        first = f"{standing.best} is best overall: {reasons}"
+    elif standing.only:
+        only = f"{standing.only} is the only one that neither ran out of memory nor diverged"
+        first = f"No variant is shown best, but {only}: {reasons} (counted, not tested)"
     else:
-        first = "; ".join([f"No variant is best overall: {left[0]} was compared with none", *reasons])
+        first = "; ".join(filter(None, [f"No variant is best overall: {_why_none(standing)}", reasons]))
+    if all(BASE in {contrast.better, contrast.worse} for finding in findings for contrast in finding.contrasts):
+        return f"{first}.", f"No variant was tested against another ({rests_on})."
     by_criterion = "; for ".join(f"{finding.criterion}: {_best_text(finding)}" for finding in findings)
-    second = f"Best for {by_criterion} (95 % confidence over all of it; {rests_on})"
-    return f"{first}.", f"{second}."
+    return f"{first}.", f"Best for {by_criterion} (95 % confidence over all of it; {rests_on})."
+
+
+def _why_none(standing: Standing) -> str:
+    variants, left = standing.variants, standing.left
+    if standing.unknown:
+        were = "was" if len(standing.unknown) == 1 else "were"
+        untested = f"{joined(standing.unknown)} {were} not evaluated on the same problems in every run"
+        return f"{untested}, and time and memory do not buy a worse model"
+    if len(variants) == 1:
+        return f"{variants[0]} alone was measured"
+    if len(left) > 1:
+        return f"between {joined(left)} no difference that these runs can show"
+    return f"{left[0]} is not shown to be ahead of every other" if left else "none is left"
 
 
 def _best_text(finding: Finding) -> str:
@@ -115,15 +142,16 @@ def _lost_text(name: str, runs: Sequence[MeasuredRun]) -> str:
     measures = [run.measures for run in runs if run.measures]
     skipped, not_finite = ([getattr(measure, what) for measure in measures] for what in ("skipped_steps", "nan_events"))
     scales = [measure.lowest_loss_scale for measure in measures if measure.lowest_loss_scale is not None]
-    parts = [f"skipped {_range(skipped)} steps a run"] if any(skipped) else []
-    parts += [f"had {_range(not_finite)} steps a run with numbers that are not finite"] if any(not_finite) else []
+    parts = [f"skipped {_steps(skipped)} a run"] if any(skipped) else []
+    parts += [f"had {_steps(not_finite)} a run with numbers that are not finite"] if any(not_finite) else []
     # a scale falls at a skipped step alone
     parts += [f"lowered its loss scale to {min(scales):,.6g}"] if scales and any(skipped) else []
     return f"{name} {joined(parts)}" if parts else ""
 
 
-def _range(counts: Sequence[int]) -> str:
-    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+def _steps(counts: Sequence[int]) -> str:
+    number = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return f"{number} {'step' if number == '1' else 'steps'}"
 
 
 def _failures(runs: Sequence[MeasuredRun], *statuses: Status) -> list[str]:

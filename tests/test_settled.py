@@ -93,7 +93,26 @@ def test_the_only_variant_that_finished_is_taken_over_though_nothing_was_tested(
     keep("20261201-a", {"wide": SLOW, "exact": FAST}, diverged="exact")
     found = settle(MACHINE, asked())
     assert found.overrides == {"precision.mode": "bf16"}
-    assert "wide is the only one that finished every run: exact diverged in 3 of 3 runs (counted, not tested)" in found.because
+    told = "wide is the only one that neither ran out of memory nor diverged: exact diverged in 3 of 3 runs (counted, not tested)"
+    assert told in found.because
+
+
+def test_what_a_comparison_saw_fail_is_not_taken_by_way_of_auto(keep: Keep) -> None:
+    three = {**VARIANTS, "full": {"precision.mode": "fp32"}}
+    assert plan_precision(MACHINE, Params()).attempts[0].precision.label == "bf16"
+    keep("20261201-a", {"wide": FAST, "exact": FAST, "full": FAST}, three, diverged="wide")
+    found = settle(MACHINE, asked())
+    assert found.overrides["precision.mode"] == "fp16"
+    assert "wide diverged in 3 of 3 runs; 'auto' would take one that is out, so exact is taken" in found.because
+    keep("20261202-ruined", {"wide": Plant(logit=-9.0), "exact": Plant(logit=-9.0)})
+    with pytest.raises(RefusedInput, match="shown worse than the base model; so none of its variants can be taken over"):
+        settle(MACHINE, asked())
+
+
+def test_a_comparison_that_tested_nothing_hides_no_verdict(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    keep("20261202-b", {"wide": FAST}, {"wide": VARIANTS["wide"]})
+    assert settle(MACHINE, asked()).overrides["precision.mode"] == "fp16"
 
 
 def test_the_newest_fitting_verdict_counts_and_none_at_all_leaves_it_to_auto(keep: Keep) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def run(variant: str, seed: int, status: Status = "succeeded", **changed: float)
     order = 10 * seed + len(variant)
     if status != "succeeded":
         return MeasuredRun(variant=variant, seed=seed, order=order, status=status, what_happened=what)
-    return MeasuredRun(variant=variant, seed=seed, order=order, status=status, measures=measures)
+    half = (True, False) * 50
+    return MeasuredRun(variant=variant, seed=seed, order=order, status=status, measures=measures, correct=half, base_correct=half)
 
 
 def three_seeds(variant: str, **changed: float) -> list[MeasuredRun]:
@@ -55,25 +57,67 @@ def test_equal_variants_show_no_difference() -> None:
     assert [found.best for found in verdict.findings] == [None] * 4
     assert "between fp16 and bf16 no difference that these runs can show" in verdict.sentences[0]
     assert "no difference that these runs can show" in finding(verdict, "memory").sentence
-    assert finding(verdict, "accuracy").sentence == "Best for accuracy: nothing to compare."
+    assert finding(verdict, "accuracy").sentence.startswith(
+        "Best for accuracy: no difference that these runs can show; fp16 50.0 and bf16 50.0 % of the held-out problems"
+    )
 
 
-def test_a_run_without_an_evaluation_leaves_no_variant_best_overall() -> None:
-    plants = {"fp32": Plant(), "bf16": Plant(step_time=0.5, logit=-4.0)}
-    runs = list(comparison(np.random.default_rng(0), plants))
-    assert judge(runs).best_overall == "fp32"
-    at = next(index for index, item in enumerate(runs) if item.variant == "bf16")
-    runs[at] = runs[at].model_copy(update={"correct": (), "base_correct": ()})
+def unevaluated(runs: list[MeasuredRun], **changed: Any) -> list[MeasuredRun]:
+    return [item.model_copy(update={"correct": (), "base_correct": (), **changed}) for item in runs]
+
+
+def test_without_an_evaluation_no_variant_is_best_overall() -> None:
+    fast = three_seeds("bf16", step_time_ms=100)
+    assert judge([*fast, *three_seeds("fp32")]).best_overall == "bf16"
+    for others in (unevaluated(three_seeds("fp32")), unevaluated(three_seeds("fp32"), correct=(True, False))):
+        verdict = judge([*fast, *others])
+        assert (verdict.best_overall, finding(verdict, "speed").best) == (None, "bf16")
+        assert "not evaluated on the same problems in every run, and time and memory do not buy" in verdict.sentences[0]
+    none_at_all = judge([*unevaluated(fast), *unevaluated(three_seeds("fp32"))])
+    assert none_at_all.best_overall is None and "bf16 and fp32 were not evaluated" in none_at_all.sentences[0]
+
+
+def test_a_model_that_is_worse_than_the_base_model_is_not_best() -> None:
+    plants = {"usual": Plant(logit=-4.0, step_time=3.0), "fast": Plant(logit=-4.0)}
+    runs = [item.model_copy(update={"seed": item.seed}) for item in comparison(np.random.default_rng(0), plants)]
     verdict = judge(runs)
-    assert verdict.best_overall is None
-    assert verdict.sentences[0].startswith("No variant is best overall: bf16 was not evaluated in every run")
+    assert (verdict.best_overall, verdict.left, finding(verdict, "speed").best) == (None, (), "fast")
+    assert (
+        verdict.sentences[0]
+        == "No variant is best overall: none is left; usual shown worse in speed; usual and fast shown worse than the base model."
+    )
+
+
+def test_two_measures_that_speak_against_each_other_make_neither_variant_more_stable() -> None:
+    calm = three_seeds("calm", reward_spread=0.01, entropy_spread=0.02, grad_norm_spread=0.04, skipped_steps=60)
+    verdict = judge([*calm, *three_seeds("whole")])
+    found = finding(verdict, "stability")
+    assert (found.best, verdict.best_overall, verdict.left) == (None, None, ("calm", "whole"))
+    assert "between calm and whole one measure speaks against the other" in found.sentence
+    assert found.beats("calm", "whole") is found.beats("whole", "calm") is False
+
+
+def test_best_overall_is_ahead_of_every_other_and_not_what_two_that_contradict_each_other_leave() -> None:
+    narrow = {"reward_spread": 0.01, "entropy_spread": 0.02, "grad_norm_spread": 0.04}
+    whole = [run("whole", seed, skipped_steps=0) for seed in range(3)]
+    calm = [run("calm", seed, skipped_steps=60, **narrow) for seed in range(3)]
+    uneven = [run("middle", seed, skipped_steps=30, entropy_spread=0.01 * 10**seed, grad_norm_spread=0.2) for seed in range(3)]
+    verdict = judge([*calm, *whole, *uneven])
+    assert not finding(verdict, "stability").beats("middle", "whole")
+    assert (verdict.best_overall, finding(verdict, "stability").best) == (None, None)
+    # the faster of two is behind if an earlier criterion speaks for the other
+    verdict = judge([*whole, *(run("third", seed, skipped_steps=40, step_time_ms=100) for seed in range(3))])
+    assert (verdict.best_overall, verdict.left, finding(verdict, "speed").best) == ("whole", ("whole",), "third")
 
 
 def test_what_the_hardware_refuses_is_missing_and_not_called_unstable() -> None:
     refused = [run("bf16", seed, "failed").model_copy(update={"refused": True}) for seed in range(3)]
     verdict = judge([*refused, *three_seeds("fp32")])
     assert (verdict.best_overall, verdict.only_finished) == (None, None)
-    assert verdict.sentences[0] == "No variant is best overall: fp32 was compared with none; bf16 is refused by this machine."
+    assert verdict.sentences == (
+        "No variant is best overall: fp32 alone was measured; bf16 is refused by this machine.",
+        "No variant was tested against another (3 seeds, 100 or more measured steps a run).",
+    )
     assert "bf16" not in finding(verdict, "stability").sentence
 
 
@@ -100,7 +144,7 @@ def test_a_worse_third_variant_leaves_two_between_which_nothing_is_shown() -> No
     verdict = judge([*three_seeds("bf16"), *three_seeds("fp16"), *three_seeds("fp32", step_time_ms=3000)])
     found = finding(verdict, "speed")
     assert (found.best, verdict.best_overall) == (None, None)
-    assert found.beaten_by(("bf16",)) == {"fp32"}
+    assert found.beats("bf16", "fp32") and not found.beats("bf16", "fp16")
     assert "no single variant" in found.sentence and "between bf16 and fp16 no difference" in found.sentence
     assert verdict.sentences[0].endswith("between bf16 and fp16 no difference that these runs can show; fp32 shown worse in speed.")
     assert "for speed: bf16 or fp16; " in verdict.sentences[1]
@@ -139,8 +183,11 @@ def test_the_only_variant_that_finished_is_not_called_shown_to_be_best(status: S
     verdict = judge([*three_seeds("bf16"), run("fp16", 0, status), run("fp16", 1), run("fp16", 2)])
     assert [found.best for found in verdict.findings] == [None] * 4
     assert (verdict.best_overall, verdict.only_finished) == (None, "bf16")
-    assert verdict.sentences[0].startswith("No variant is shown best, but bf16 is the only one that finished every run: fp16 ")
-    assert "counted, not tested" in verdict.sentences[0]
+    told = "No variant is shown best, but bf16 is the only one that neither ran out of memory nor diverged: fp16 "
+    assert verdict.sentences[0].startswith(told) and verdict.sentences[0].endswith("in 1 of 3 runs (counted, not tested).")
+    disk_full = [run("fp32", seed, "failed") for seed in range(3)]
+    by_chance = judge([*three_seeds("bf16"), *(run("fp16", seed, status) for seed in range(3)), *disk_full])
+    assert by_chance.only_finished is None
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
@@ -149,7 +196,7 @@ def test_a_run_that_says_nothing_of_its_variant_takes_its_seed_out_for_all(statu
     slow_seed = [*three_seeds("bf16")[:2], run("bf16", 2, step_time_ms=90000), *three_seeds("fp16")[:2], run("fp16", 2, status)]
     verdict = judge(slow_seed)
     assert (verdict.best_overall, verdict.only_finished, finding(verdict, "speed").effect) == (None, None, pytest.approx(1))
-    assert "2 seeds" in verdict.sentences[1]
+    assert "2 seeds" in verdict.sentences[1] and "seed 2 left out, since fp16" in verdict.sentences[0]
     never = judge([*three_seeds("bf16"), *three_seeds("fp32", step_time_ms=3000), *(run("fp16", seed, status) for seed in range(3))])
     how = "failed" if status == "failed" else "was cut off"
     assert never.sentences[0] == f"bf16 is best overall: fp32 shown worse in speed; fp16 {how} in 3 of 3 runs."
@@ -159,8 +206,18 @@ def test_narrow_curves_of_a_policy_that_gave_up_are_not_called_stable() -> None:
     spreads = {"reward_spread": 0.005, "entropy_spread": 0.01, "grad_norm_spread": 0.02}
     given_up = judge([*three_seeds("bf16"), *three_seeds("fp16", reward=0.1, **spreads)])
     found = finding(given_up, "stability")
-    assert found.best is None and "as those of fp16" in found.sentence and "not counted since its reward is lower" in found.sentence
+    assert found.best is None and "as those of fp16" in found.sentence and "not counted since the reward of fp16 is lower" in found.sentence
     assert finding(judge([*three_seeds("bf16"), *three_seeds("fp16", **spreads)]), "stability").best == "fp16"
+    # it writes short answers, too
+    fast = judge([*three_seeds("bf16"), *three_seeds("fp16", reward=0.1, step_time_ms=100, peak_memory_mb=300)])
+    assert (fast.best_overall, [item.best for item in fast.findings]) == (None, [None] * 4)
+
+
+def test_many_variants_are_not_all_said_in_one_sentence() -> None:
+    many = [item for number in range(9) for item in three_seeds(f"{number}" * (number + 1), step_time_ms=1000 * 1.5**number)]
+    found = finding(judge(many), "speed")
+    assert found.best == "0" and len(found.contrasts) == 36
+    assert found.sentence.count("times the step time") == 6 and "30 more in the table" in found.sentence
 
 
 def test_no_variant_left_is_said() -> None:
@@ -168,7 +225,7 @@ def test_no_variant_left_is_said() -> None:
     assert verdict.sentences[0] == "No verdict: none of bf16 and fp16 finished every run."
     assert (verdict.findings, verdict.best_overall) == ((), None)
     alone = judge(three_seeds("bf16"))
-    assert (alone.best_overall, alone.sentences[0]) == (None, "No variant is best overall: bf16 was compared with none.")
+    assert (alone.best_overall, alone.sentences[0]) == (None, "No variant is best overall: bf16 alone was measured.")
 
 
 @pytest.mark.parametrize(

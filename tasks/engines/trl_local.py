@@ -134,7 +134,7 @@ def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgr
     killed = ended.returncode in SIGKILL_CODES
     # ranks take about the same, and the largest is known
     peak_rss_bytes = num_processes * ended.peak_rss_bytes
-    rank = outcome.failure and outcome.failure.rank
+    rank, phase = (outcome.failure.rank, outcome.failure.phase) if outcome.failure else (None, None)
     evidence = Evidence(
         device_type=hardware.device_type,
         message="" if killed else last_words(ended.log_tail),  # what a log says last is not why its process was killed
@@ -150,5 +150,5 @@ def _from_evidence(outcome: Outcome, ended: ProgramExit, hardware: Hardware, cgr
     message = f"the training process, {resident}, ended by {how} without an outcome{kills}"
     if outcome.failure and rank is not None:
         message = f"{outcome.failure.message}, {resident} in one process{kills}"
-    failure = Failure(phase=None, error_type="ProcessDied", message=message, rank=rank)
+    failure = Failure(phase=phase, error_type="ProcessDied", message=message, rank=rank)
     return outcome.model_copy(update={"status": "out_of_memory" if shortage else "failed", "shortage": shortage, "failure": failure})

@@ -55,11 +55,11 @@ def answer_all(request: EvaluationRequest) -> None:
     read_head_once(model)
     completions: list[list[int]] = []
     times: list[float] = []
-    # so that models differ by their weights and not by their luck
-    torch.manual_seed(SAMPLING_SEED)
     with fast_half_matmul(device_type, dtype):
         for start in range(0, len(problems), request.batch_size):
             prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
+            # so that models differ by their weights and not by their luck; each batch anew, as they may draw more or less in one
+            torch.manual_seed(SAMPLING_SEED + start)
             started = time.perf_counter()
             answered = complete(model, tokenizer, prompts, request)
             times.append(1000 * (time.perf_counter() - started) / max(map(len, answered)))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.attempt_files import unfinished_outcome
+from tasks.attempt_files import last_phase, unfinished_outcome
 from tasks.files import read_record, write_record
 from tasks.host_memory import usable_cpus
 from tasks.params import Params
@@ -64,6 +64,7 @@ class Rank:
             returncode=self.process.wait(),
             seen_seconds=self.seen_seconds,
             log_tail=log_tail(self.log_path),
+            phase=last_phase(self.folder),
         )
 
 

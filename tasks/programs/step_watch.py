@@ -1,9 +1,11 @@
 """Where the time, tokens and losses of one optimizer step go, and in which phase the process is."""
 
 import contextlib
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,13 +14,25 @@ from tasks.records import Phase
 
 
 class StepWatch:
-    """Clocks and counters of the step under way; phases serve to say where a failure came.
+    """Clocks and counters of the step under way; phases serve to say where a failure came, and stand in `file` for one of which
+    the process says nothing.
 
     `num_tokens` are the prompts' and completions', padding excluded; `loss` is the sum of the micro-batches' shares.
     """
 
-    def __init__(self) -> None:
-        self.phase: Phase = "load"
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("wb", buffering=0)
+        self.phase = "load"
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase under way."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = phase
+        os.pwrite(self._file.fileno(), f"{phase:9}".encode(), 0)
 
     def begin_step(self) -> None:
         """Forget the last step."""

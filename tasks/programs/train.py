@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig
 
-from tasks.attempt_files import last_training_state, state_step
+from tasks.attempt_files import PHASE_FILE, last_training_state, state_step
 from tasks.errors import Diverged, HalfstepError, NothingLearned
 from tasks.files import read_record, write_record
 from tasks.memory import MB, classify_shortage, evidence_of, free_bytes, requested_bytes
@@ -45,13 +45,13 @@ from tasks.warning_signs import always, warning_signs
 class TrainingRun:
     """One attempt, from loading to the saved checkpoint; `outcome` can be asked for at any moment."""
 
-    def __init__(self, job: TrainingJob, device_type: DeviceType, memory: DeviceMemory) -> None:
+    def __init__(self, job: TrainingJob, device_type: DeviceType, memory: DeviceMemory, out_dir: Path) -> None:
         self.job = job
         self.params = Params.model_validate(job.params)
         self.memory = memory
         self.device_type = device_type
         self.states_dir = job.attempt_dir / "states"
-        self.watch = StepWatch()
+        self.watch = StepWatch(out_dir / PHASE_FILE)
         self.observer = PrecisionObserver()
         self.log: StepLog | None = None
         self.trainer: MeteredGRPOTrainer | None = None
@@ -267,7 +267,7 @@ def main() -> int:
         if num_processes > 1:
             # before the memory's floor is taken, which it would be part of otherwise
             out_dir = rank_dir(attempt_dir, join_ranks(job, num_processes, device_type))
-        run = TrainingRun(job, device_type, device_memory(device_type))
+        run = TrainingRun(job, device_type, device_memory(device_type), out_dir)
     except lifecycle.StopRequested:
         return 128 + signal.SIGTERM
     outcome = outcome_of(run)

@@ -30,7 +30,12 @@ def log_comparison(run: TrackedRun, record: ComparisonRecord, curves: Mapping[st
             log_values(client, child.run_id, {"outcome.what_happened": item.what_happened or None}, values)
         children.append(child.run_id)
     said = " ".join(verdict.sentences)
-    tags = {"verdict": said, "verdict.indicative": verdict.indicative, "verdict.best": verdict.best_overall}
+    tags = {
+        "verdict": said,
+        "verdict.indicative": verdict.indicative,
+        "verdict.best": verdict.best_overall,
+        "verdict.only_finished": verdict.only_finished,
+    }
     tags |= {f"verdict.{finding.criterion}": finding.sentence for finding in verdict.findings}
     tags["mlflow.note.content"] = f"{plain(said)}\n\n{_views(run, children)}"
     rows = [item.model_dump(exclude={"measures", "correct", "base_correct"}) | run_values(item) for item in record.measured.runs]

@@ -171,7 +171,8 @@ def test_a_kill_is_a_shortage_of_the_host_only_by_evidence(inputs: Inputs, tmp_p
     with_evidence = TrlLocal().outcome(written, ProgramExit(-9, False, found.failure.log_tail, 700 * MB), machine, 1)
     assert (with_evidence.status, with_evidence.shortage) == ("out_of_memory", "host")
     assert with_evidence.last_state_dir == attempt_dir / "states" / "checkpoint-2"
-    assert with_evidence.failure is not None
+    # so that a smaller rollout can answer it
+    assert with_evidence.failure is not None and with_evidence.failure.phase == found.failure.phase == "rollout"
     for words in ("the memory cgroup counted 1 kill(s)", "700 MB resident at most", "the host has"):
         assert words in with_evidence.failure.message
     # a stop before the program could say so itself

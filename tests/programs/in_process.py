@@ -56,7 +56,7 @@ def train_here(
         base_model_dir=inputs.base_model_dir,
         attempt_dir=attempt_dir,
     )
-    run = program.TrainingRun(job, DEVICE, device_memory(DEVICE))
+    run = program.TrainingRun(job, DEVICE, device_memory(DEVICE), job.attempt_dir)
     build = run._build_trainer
 
     def build_and_tweak(model: Any) -> MeteredGRPOTrainer:

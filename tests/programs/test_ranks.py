@@ -142,6 +142,7 @@ def test_m7_a_rank_that_dies_ends_all_and_is_named(event: str, error_type: str, 
     assert met(tmp_path) < 20
     assert (outcome.status, outcome.steps_done) == ("failed", 1)
     assert outcome.failure is not None and (outcome.failure.rank, outcome.failure.error_type) == (1, error_type)
+    assert outcome.failure.phase == "rollout"
     assert words in outcome.failure.message
 
 

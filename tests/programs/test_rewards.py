@@ -134,19 +134,6 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         load_scorer(RewardParams(scorer=f"{tmp_path / 'own.py'}:score"), BYTES)
 
 
-def test_an_own_file_may_import_what_the_programs_hide_from_trl(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("import mlflow\n\ndef score(completions, questions, answers):\n    return [mlflow.__version__]\n")
-    code = f"""
-import sys
-from tasks.programs import rewards
-hidden = sys.modules["mlflow"] is None
-print(hidden, rewards._own_function({str(tmp_path / "own.py:score")!r})([], []))
-"""
-    # as a program is launched, for which alone it is hidden
-    done = subprocess.run([sys.executable, "-c", code, "tasks.programs.train"], cwd=PROJECT_DIR, capture_output=True, text=True)
-    assert done.stdout.startswith("True ['"), done.stderr
-
-
 def test_built_in_scores_stay_between_zero_and_one() -> None:
     scorer = load_scorer(RewardParams(), ReasoningGymParams())
     scores = scorer(["12" * n for n in range(20)], [TWELVE] * 20)
