@@ -101,10 +101,12 @@ def test_best_overall_is_ahead_of_every_other_and_not_what_two_that_contradict_e
     narrow = {"reward_spread": 0.01, "entropy_spread": 0.02, "grad_norm_spread": 0.04}
     whole = [run("whole", seed, skipped_steps=0) for seed in range(3)]
     calm = [run("calm", seed, skipped_steps=60, **narrow) for seed in range(3)]
-    uneven = [run("middle", seed, skipped_steps=30, entropy_spread=0.01 * 10**seed, grad_norm_spread=0.2) for seed in range(3)]
+    uneven = [run("middle", seed, skipped_steps=(0, 3, 9)[seed], reward_spread=0.04) for seed in range(3)]
     verdict = judge([*calm, *whole, *uneven])
-    assert not finding(verdict, "stability").beats("middle", "whole")
-    assert (verdict.best_overall, finding(verdict, "stability").best) == (None, None)
+    found = finding(verdict, "stability")
+    assert "between whole and calm one measure speaks against the other" in found.sentence or "between calm and whole one" in found.sentence
+    assert not any(found.beats(*pair) for pair in (("whole", "middle"), ("middle", "whole"), ("calm", "whole"), ("whole", "calm")))
+    assert (found.best, verdict.best_overall) == (None, None)
     # the faster of two is behind if an earlier criterion speaks for the other
     verdict = judge([*whole, *(run("third", seed, skipped_steps=40, step_time_ms=100) for seed in range(3))])
     assert (verdict.best_overall, verdict.left, finding(verdict, "speed").best) == ("whole", ("whole",), "third")
