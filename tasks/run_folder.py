@@ -1,6 +1,7 @@
 """The folder of one run: opened, opened again for a resume, and what is found in it."""
 
 import contextlib
+import json
 import re
 import subprocess
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from tasks.errors import RefusedInput
 from tasks.files import file_lock, read_record, write_aside, write_record
 from tasks.params import Params, differences, load_params
 from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
-from tasks.records import FinishedAttempt, Outcome, RunFolder, RunRecord, SourceVersion, TrainingJob
+from tasks.records import FinishedAttempt, Outcome, RunFolder, SourceVersion, TrainingJob
 
 PARAMS_FILE = "params.yaml"
 # the record of a comparison, written at its end
@@ -98,7 +99,8 @@ def find_run(name: str, flow: str) -> RunFolder:
     ended = run_dir / "run.json"
     if (run_dir / COMPARISON_FILE).is_file():
         raise RefusedInput(f"--resume {name}: that comparison has come to its end; see runs/{run_dir.name}/summary.txt, or start a new one")
-    if ended.is_file() and read_record(ended, RunRecord).status == "succeeded":
+    # of any version's form
+    if ended.is_file() and json.loads(ended.read_text(encoding="utf-8"))["status"] == "succeeded":
         raise RefusedInput(f"--resume {name}: that run succeeded; see runs/{run_dir.name}/summary.txt, or start a new one")
     return folder
 

@@ -87,8 +87,10 @@ class LinuxCpuMemory(DeviceMemory):
 
     def set_budget(self, budget_bytes: int) -> None:
         """Limit the data segment to floor + `budget_bytes`; beyond it torch's CPU allocator raises RuntimeError."""
-        self._limit = self._floor + budget_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (self._limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        asked = self._floor + budget_bytes
+        self._limit = asked if hard == resource.RLIM_INFINITY else min(asked, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._limit, hard))
 
     def lift_budget(self) -> None:
         """Raise the soft limit to the hard one again."""

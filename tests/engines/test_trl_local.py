@@ -136,14 +136,6 @@ def test_a_retry_that_divides_nothing_is_named_as_the_remedy_and_taken() -> None
     TrlLocal().check(hardware_of(CPU), parse_params({**tree, "memory": {"retries": [{"micro_batch_divisor": 1}]}}, "remedied"))
 
 
-def test_a_budget_above_the_hard_limit_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8000 * MB, 8000 * MB))
-    with pytest.raises(RefusedInput, match=r"budget_mb is 9,000, but .* 8,000 MB at most \(ulimit -Hd\); lower it"):
-        TrlLocal().check(hardware_of(CPU), Params.model_validate({"memory": {"budget_mb": 9000}}))
-    TrlLocal().check(hardware_of(CPU), Params.model_validate({"memory": {"budget_mb": 7000}}))
-    TrlLocal().check(hardware_of("rtx_2080_ti_x4"), Params.model_validate({"memory": {"budget_mb": 9000}}))
-
-
 def test_each_rank_takes_a_device_of_its_own(tmp_path: Path) -> None:
     params = Params.model_validate({"training": {"strategy": "ddp", "num_processes": 4}})
     for machine in ("rtx_2080_ti_x4", CPU):
@@ -265,3 +257,11 @@ def test_a_budget_above_the_hard_limit_on_a_process_is_refused_before_any_work()
     for budget, refused in ((9000, True), (7000, False)):
         done = subprocess.run(command, input=str(budget), cwd=PROJECT_DIR, capture_output=True, text=True, check=False)
         assert (told in done.stderr) == refused and bool(done.returncode) == refused, done.stderr
+
+
+def test_a_budget_that_meets_the_hard_limit_with_the_imports_is_held_at_that_limit() -> None:
+    hold = "from tasks.programs.device_memory import LinuxCpuMemory\nmemory = LinuxCpuMemory()\nmemory.set_budget(7990 * 2**20)\n"
+    hold += "print(memory.available_bytes() < 7990 * 2**20)"
+    command = ["bash", "-c", 'ulimit -d 8192000 && exec "$0" -c "$1"', sys.executable, hold]
+    done = subprocess.run(command, cwd=PROJECT_DIR, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr[-2000:]
