@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import signal
 import sys
 import tempfile
 import textwrap
@@ -105,7 +104,6 @@ def _run(flow: Callable[..., RunRecord | ComparisonRecord], asked: argparse.Name
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_without_traceback)
     run_in_own_session()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = flow(**request)
     summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
     print(record.model_dump_json(indent=2) if asked.json else f"\n{summary}", end="")

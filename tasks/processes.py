@@ -124,10 +124,15 @@ def run_in_own_session() -> None:
     flow = os.fork()
     if flow == 0:
         os.setsid()
+        # what a shell starts behind an & is born with SIGINT ignored
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         die_with_parent(signal.SIGINT)
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: os.kill(flow, signal.SIGINT))
+        # nohup means it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: os.kill(flow, signal.SIGINT))
     _, status = os.waitpid(flow, 0)
     _signal_group(flow, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)

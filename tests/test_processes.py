@@ -112,3 +112,26 @@ def test_what_a_child_left_running_is_ended(module_path: Path) -> None:
     )
     run_program("forgetful", (str(module_path / "left"),), module_path / "log")
     assert gone(int((module_path / "left").read_text()))
+
+
+def test_a_flow_behind_an_ampersand_outlives_its_terminal_and_can_be_stopped(module_path: Path) -> None:
+    """A shell's background jobs are born with SIGINT ignored, and nohup's with SIGHUP."""
+    (module_path / "sessioned.py").write_text(
+        textwrap.dedent("""
+        import os, sys, time
+        from tasks.processes import run_in_own_session
+        run_in_own_session()
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(600)
+        """)
+    )
+    marker = module_path / "flow"
+    command = ["bash", "-c", 'trap "" INT HUP; exec "$0" -m sessioned "$1"', sys.executable, str(marker)]
+    parent = subprocess.Popen(command, cwd=PROJECT_DIR, stderr=subprocess.DEVNULL)
+    flow = int(wait_for(marker))
+    parent.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        parent.wait(1)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(30) == 128 + signal.SIGINT
+    assert gone(flow)

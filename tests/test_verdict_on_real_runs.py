@@ -1,4 +1,4 @@
-"""The verdict over runs that a machine made: those of docs/results/compare-cpu, resampled."""
+"""The verdict over runs that a machine made, resampled: an earlier comparison of params/compare.yaml, made while the machine was quiet."""
 
 import csv
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tasks.measures import Steps, run_measures
 from tasks.records import Outcome
 from tasks.verdict import judge
 
-STEPS_FILE = Path(__file__).resolve().parents[1] / "docs/results/compare-cpu/steps.csv"
+STEPS_FILE = Path(__file__).resolve().parent / "fixtures/compare_cpu_quiet_steps.csv"
 NUM_COMPARISONS, NUM_SEEDS, WARMUP_STEPS = 200, 3, 5
 # steps that are taken together, and how far from their place: longer than what one step has to do with the next
 BLOCK, SHIFT = 10, 5
