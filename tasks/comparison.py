@@ -57,6 +57,8 @@ def resolve_comparison(
     if variants and len(set(variants)) < len(variants):
         raise RefusedInput(f"--variants {','.join(variants)}: name each variant once; for more runs of each: --seeds N")
     chosen = {name: asked.variants[name] for name in variants or asked.variants}
+    if seeds is not None and seeds < 1:
+        raise RefusedInput(f"--seeds {seeds}: take 1 or more, the number of rounds")
     rounds = asked.seeds if seeds is None else tuple(asked.seeds[0] + turn for turn in range(seeds))
     resolved = with_overrides(resolved, {"comparison.variants": chosen, "comparison.seeds": list(rounds)}, params)
     if asked.warmup_steps >= resolved.training.max_steps:

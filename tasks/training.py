@@ -114,7 +114,8 @@ def _used_up(finished: tuple[FinishedAttempt, ...], log: str, what_fits: str) ->
     if run_status(finished) != "diverged":
         ran_out = "no attempt of the plan fitted in memory"
         lower = "Raise memory.budget_mb, or lower training.per_device_train_batch_size (and raise gradient_accumulation_steps)."
-        remedy = what_fits or lower
+        resume = f"python -m flows.retrain --resume {finished[-1].attempt_dir.parent.name}"
+        remedy = f"{what_fits or lower}\nThis run can be gone on with, too: {resume} memory.budget_mb=MORE, or with such levers behind it."
         if finished[-1].outcome.shortage == "host":
             ran_out = "host memory ran out"
             remedy = "Raise the host's memory or its limit, or stop what else takes it; on an accelerator no lever frees the host's memory."

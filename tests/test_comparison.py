@@ -66,8 +66,8 @@ def test_a_variant_of_ones_own_is_any_setting() -> None:
     ("asked", "message"),
     [
         ({"variants": ["bf16", "fp16", "bf16"]}, "--variants bf16,fp16,bf16: name each variant once; for more runs of each: --seeds N"),
+        ({"seeds": 0}, "--seeds 0: take 1 or more, the number of rounds"),
         ({"variants": ["bf61"]}, "'bf61' is none of comparison.variants"),
-        ({"seeds": 0}, "comparison.seeds: Tuple should have at least 1 item"),
         ({"overrides": ["training.max_steps=5"]}, "warmup_steps 5 leaves none of training.max_steps 5"),
         ({"overrides": ["comparison.variants.x={training.max_steps: 9}"]}, "training.max_steps 105 -> 9 changes the work"),
         (

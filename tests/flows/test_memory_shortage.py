@@ -140,10 +140,18 @@ def test_the_curves_of_the_run_join_without_a_gap_or_a_step_twice(growing_run: F
     assert [point.step for point in scales] == list(range(5, 13))
 
 
-def test_what_cannot_fit_is_not_tried_and_the_run_says_what_would_fit(flow_environment: dict[str, str]) -> None:
+TINY = ("memory.budget_mb=130", "memory.preflight=skip", "precision.mode=bf16", "training.max_steps=4")
+
+
+@pytest.fixture(scope="module")
+def skipped_run(flow_environment: dict[str, str]) -> FlowRun:
+    """A run that fits nowhere by its predictions."""
+    return run_flow(flow_environment, "--params", "params/smoke.yaml", *TINY)
+
+
+def test_what_cannot_fit_is_not_tried_and_the_run_says_what_would_fit(skipped_run: FlowRun) -> None:
     """Case M8, predicted: no training process is started, both numbers are in MLflow, and the advice can be pasted."""
-    tiny = ("memory.budget_mb=130", "memory.preflight=skip", "precision.mode=bf16", "training.max_steps=4")
-    run = run_flow(flow_environment, "--params", "params/smoke.yaml", *tiny)
+    run = skipped_run
     assert run.returncode == 3, run.stderr[-3000:]
     assert [done.outcome.status for done in run.record.attempts] == ["skipped", "skipped"]
     assert not list(run.run_dir.glob("*/train.log"))
@@ -154,9 +162,14 @@ def test_what_cannot_fit_is_not_tried_and_the_run_says_what_would_fit(flow_envir
     assert last.count("of 130 MB available: does not fit") == 2 and "train.log" not in last
     advice = re.search(r"By prediction this (?:would|might) fit: (training\.\S+(?: \S+=\S+)*)", last)
     assert advice, last
-    told = load_params(ROOT / "params" / "smoke.yaml", (*tiny, *advice[1].split()))
+    told = load_params(ROOT / "params" / "smoke.yaml", (*TINY, *advice[1].split()))
     assert told.training.effective_batch_size == run.record.plan.attempts[0].levers.effective_batch_size
-    # with more memory the run itself goes on
+    assert f"--resume {run.run_dir.name} memory.budget_mb=" in last
+
+
+@pytest.mark.slow
+def test_a_run_that_fitted_nowhere_goes_on_with_more_memory(skipped_run: FlowRun, flow_environment: dict[str, str]) -> None:
+    run = skipped_run
     refused = run_flow(flow_environment, "--resume", run.run_dir.name, "training.seed=1")
     assert refused.returncode == 2 and "training.seed 42 -> 1" in refused.stderr
     resumed = run_flow(flow_environment, "--resume", run.run_dir.name, "memory.budget_mb=4000", "training.compact_allocator=true")
