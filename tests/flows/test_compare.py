@@ -73,6 +73,7 @@ def test_checkpoints_are_not_kept_and_the_record_is(compared: FlowRun) -> None:
     assert Path(compared.run_dir / "summary.txt").read_text() in compared.stdout
 
 
+@pytest.mark.slow
 def test_a_comparison_is_gone_on_with_by_its_own_flow_only(compared: FlowRun, flow_environment: dict[str, str]) -> None:
     name = compared.run_dir.name
     other = run_flow(flow_environment, "--resume", name)

@@ -99,6 +99,7 @@ def test_a_budget_that_nothing_fits(flow_environment: dict[str, str]) -> None:
     assert processes_naming(str(run.run_dir)) == []
 
 
+@pytest.mark.slow
 def test_a_scorer_that_raises_is_not_retried(flow_environment: dict[str, str], tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"
     scorer.write_text("def score(completions, questions, answers):\n    raise RuntimeError('CUDA out of memory, says the scorer')\n")
