@@ -85,6 +85,7 @@ def test_mlflow_holds_both_attempts(retry_run: FlowRun) -> None:
     assert {point.step for point in scales} == set(range(1, 31))
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits(flow_environment: dict[str, str]) -> None:
     run = run_flow(flow_environment, "--params", "params/smoke.yaml", "precision.mode=bf16", "memory.budget_mb=60")
     assert run.returncode == 3, run.stderr[-3000:]
