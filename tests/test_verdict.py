@@ -79,8 +79,7 @@ def test_without_an_evaluation_no_variant_is_best_overall() -> None:
 
 def test_a_model_that_is_worse_than_the_base_model_is_not_best() -> None:
     plants = {"usual": Plant(logit=-4.0, step_time=3.0), "fast": Plant(logit=-4.0)}
-    runs = [item.model_copy(update={"seed": item.seed}) for item in comparison(np.random.default_rng(0), plants)]
-    verdict = judge(runs)
+    verdict = judge(comparison(np.random.default_rng(0), plants))
     assert (verdict.best_overall, verdict.left, finding(verdict, "speed").best) == (None, (), "fast")
     assert (
         verdict.sentences[0]
