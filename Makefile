@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PORT ?= 5000
+TEST_PROCESSES ?= logical
 export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export DO_NOT_TRACK = 1
 
@@ -36,8 +37,8 @@ smoke: install ## the whole pipeline on a tiny model, about a minute
 compare: install ## bf16, fp16 and fp32 on the same work, with a verdict (params/compare.yaml)
 	@$(BIN)/python -m flows.compare
 
-test: install ## the test suite
-	@$(BIN)/python -m pytest
+test: install ## the test suite, a process for each core up to four (as many as TEST_PROCESSES says)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 4
 
 bench-memory: data ## predicted against measured peaks of training, about 20 minutes (FULL=1: the whole grid, hours)
 	@$(BIN)/python -m tests.bench.memory $(if $(FULL),--full)

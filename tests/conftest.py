@@ -1,7 +1,9 @@
 """Base models and a dataset that many tests share; nothing here imports torch."""
 
+import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,8 +13,36 @@ from tasks.places import PROJECT_DIR
 from tasks.specs import MANIFEST_FILE, BaseModelManifest, BaseModelRequest, DatasetRequest, base_model_spec
 from tests.builds import BYTE_PROMPTS, SCRATCH, build
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
 # a suite that is started in the background of a script ignores SIGINT, and so would all its children, which tests end with it
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several tests at a time, each with children of its own: one thread a process
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+LONGEST = ("tests/flows/", "tests/programs/", "tests/engines/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no process is left alone with it at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
+    """Keep the tests of a file in one process, and those of flows in one too: they share a server and whole-flow runs."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "flows" if nodeid.startswith("tests/flows/") else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
