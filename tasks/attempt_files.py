@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import cast
 
+from tasks.files import GrowingFile
 from tasks.params import Params
 from tasks.records import Failure, Outcome, Phase, TrainingJob
 
 STATE_PREFIX = "checkpoint-"
 PHASE_FILE = "phase"
+METRICS_FILE = "metrics.jsonl"
 
 
 def training_states(states_dir: Path) -> list[Path]:
@@ -28,11 +30,13 @@ def last_training_state(attempt_dir: Path) -> Path | None:
 
 def read_steps(attempt_dir: Path) -> list[dict[str, float]]:
     """Return the metrics of each step an attempt wrote, with its 'step' and unix 'time'; a torn last line is left out."""
-    path = attempt_dir / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return [{"step": float(entry["step"]), "time": float(entry["time"]), **entry["metrics"]} for entry in map(json.loads, lines)]
+    return new_steps(GrowingFile(attempt_dir / METRICS_FILE))
+
+
+def new_steps(file: GrowingFile) -> list[dict[str, float]]:
+    """Return what `read_steps` does of the lines that were finished since the last call."""
+    entries = [json.loads(line) for line in file.new_lines()]
+    return [{"step": float(entry["step"]), "time": float(entry["time"]), **entry["metrics"]} for entry in entries]
 
 
 def last_phase(folder: Path) -> Phase | None:

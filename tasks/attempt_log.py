@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from tasks.attempt_files import METRICS_FILE, new_steps
 from tasks.errors import HalfstepError
 from tasks.files import GrowingFile
 from tasks.records import Attempt, FinishedAttempt, Outcome, TrackedRun
-from tasks.tracking.entities import MetricsLine
 from tasks.tracking.runs import close_attempt_run, log_steps, open_attempt_run
 
 DELIVERED_FILE = ".delivered"
@@ -28,11 +26,10 @@ class AttemptLog:
         self._attempt, self._attempt_dir = attempt, attempt_dir
         self._warn = warn
         self._retry_seconds = retry_seconds
-        self._file = GrowingFile(attempt_dir / "metrics.jsonl")
+        self._file = GrowingFile(attempt_dir / METRICS_FILE)
         self._next_try = 0.0
         self._fault = ""
-        self.pending: list[MetricsLine] = []
-        self.num_refused_lines = 0
+        self.pending: list[dict[str, float]] = []
         self.run: TrackedRun | None = None
         try:
             self.run = open_attempt_run(parent, attempt)
@@ -60,28 +57,16 @@ class AttemptLog:
 
     def finish(self, run: TrackedRun, patience_seconds: float) -> str:
         """Send the rest, trying again for `patience_seconds`, and return what a person must know; '' if everything arrived."""
-        deadline, path = time.monotonic() + patience_seconds, self._file.path
+        deadline = time.monotonic() + patience_seconds
         self._send_new(run)
         while self.pending and time.monotonic() < deadline:
             time.sleep(min(1.0, self._retry_seconds))
             self._send_new(run)
-        notes = []
-        if self.pending:
-            num_points = sum(len(line.metrics) for line in self.pending)
-            notes.append(f"{num_points} points did not reach MLflow at {run.tracking_uri} ({self._fault}); they are in {path}")
-        if path.is_file() and path.stat().st_size > self._file.num_bytes:
-            notes.append(f"{path} ends in half a line, which was left out")
-        if self.num_refused_lines:
-            notes.append(f"{self.num_refused_lines} lines of {path} hold no metrics and were left out")
-        return "; ".join(notes)
+        lost = f"{len(self.pending)} steps did not reach MLflow at {run.tracking_uri} ({self._fault}); they are in {self._file.path}"
+        return lost if self.pending else ""
 
     def _send_new(self, run: TrackedRun) -> None:
-        for text in self._file.new_lines():
-            try:
-                self.pending.append(MetricsLine.model_validate_json(text))
-            except ValidationError:
-                self.num_refused_lines += 1
-                self._warn(f"a line of {self._file.path} holds no metrics and is left out: {text[:80]!r}")
+        self.pending += new_steps(self._file)
         if not self.pending:
             return
         try:

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig
 
-from tasks.attempt_files import PHASE_FILE, last_training_state, state_step
+from tasks.attempt_files import METRICS_FILE, PHASE_FILE, last_training_state, state_step
 from tasks.errors import Diverged, HalfstepError, NothingLearned
 from tasks.files import read_record, write_record
 from tasks.memory import MB, classify_shortage, evidence_of, free_bytes, requested_bytes
@@ -106,7 +106,7 @@ class TrainingRun:
         )
         self.trainer = trainer
         self.observer.attach(trainer.model)
-        self.log = StepLog(self.job.attempt_dir / "metrics.jsonl", trainer, self.memory, self.params.precision, self._check_observed)
+        self.log = StepLog(self.job.attempt_dir / METRICS_FILE, trainer, self.memory, self.params.precision, self._check_observed)
         trainer.add_callback(self.log)
         return trainer
 

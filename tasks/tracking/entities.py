@@ -7,17 +7,6 @@ from collections.abc import Mapping
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from pydantic import Field
-
-from tasks.records import Record
-
-
-class MetricsLine(Record):
-    """One line of `metrics.jsonl`."""
-
-    step: int
-    time: float = Field(allow_inf_nan=False, description="unix seconds")
-    metrics: dict[str, float]
 
 
 def entity_name(name: str) -> str:

@@ -7,12 +7,12 @@ from typing import Literal
 
 import yaml
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
 from tasks.memory import MB
 from tasks.params import Params, dotted
 from tasks.records import Attempt, DatasetVersion, Evaluation, FinishedAttempt, Hardware, PrecisionPlan, RunFolder, RunRecord, TrackedRun
-from tasks.tracking.entities import MetricsLine, as_metrics, entity_name, log_params, log_values
+from tasks.tracking.entities import as_metrics, entity_name, log_params, log_values
 from tasks.tracking.location import experiment_name, open_experiment, reaching, tracking_uri
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -21,6 +21,8 @@ RUN_STATUS: dict[str, RunStatus] = {"succeeded": "FINISHED", "cancelled": "KILLE
 FLOW_RUN_TAG = "prefect.flow_run_id"
 # of a whole run, joined over its attempts
 CURVES = ("loss", "reward", "grad_norm", "loss_scale")
+# of a step, beside its metrics
+STEP_KEYS = ("step", "time")
 
 
 def open_parent_run(run: RunFolder, state_dir: Path, params: Params, hardware: Hardware, plan: PrecisionPlan) -> TrackedRun:
@@ -79,9 +81,12 @@ def open_attempt_run(parent: TrackedRun, attempt: Attempt) -> TrackedRun:
     return parent.model_copy(update={"run_id": run_id})
 
 
-def log_steps(run: TrackedRun, lines: Sequence[MetricsLine]) -> None:
-    """Log the metrics of some steps."""
-    points = [point for line in lines for point in as_metrics(line.metrics, round(line.time * 1000), line.step)]
+def log_steps(run: TrackedRun, steps: Sequence[Mapping[str, float]]) -> None:
+    """Log the metrics of some steps, as tasks.attempt_files.read_steps gives them."""
+    points: list[Metric] = []
+    for step in steps:
+        metrics = {name: value for name, value in step.items() if name not in STEP_KEYS}
+        points += as_metrics(metrics, round(step["time"] * 1000), int(step["step"]))
     with reaching(run.tracking_uri, "log metrics") as client:
         client.log_batch(run.run_id, metrics=points)
 
@@ -142,8 +147,7 @@ def close_parent_run(record: RunRecord, steps: list[dict[str, float]], files: tu
     metrics |= _peaks(last)
     if rewards := [step["reward"] for step in steps if "reward" in step]:
         metrics |= {"reward_first": rewards[0], "reward_last": rewards[-1]}
-    joined = [(step, {name: step[name] for name in CURVES if name in step}) for step in steps]
-    log_steps(run, [MetricsLine(step=int(step["step"]), time=step["time"], metrics=metrics) for step, metrics in joined])
+    log_steps(run, [{name: step[name] for name in (*STEP_KEYS, *CURVES) if name in step} for step in steps])
     with reaching(run.tracking_uri, f"close run {record.run_name!r}") as client:
         for path in files:
             client.log_artifact(run.run_id, str(path))
