@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks.engines.trl_local import OWNED_ARGUMENTS
+from tasks.params import TrainingParams
 from tasks.places import PROJECT_DIR
 
 SOURCES = sorted([*PROJECT_DIR.glob("flows/**/*.py"), *PROJECT_DIR.glob("tasks/**/*.py")])
@@ -85,15 +86,5 @@ def test_no_file_of_flows_bears_a_librarys_name() -> None:
 def test_the_engine_knows_every_argument_the_program_sets() -> None:
     tree = ast.parse((PROJECT_DIR / "tasks" / "programs" / "train.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig"]
-    ours_alone = {
-        "engine",
-        "strategy",
-        "num_processes",
-        "rollout_batch_size",
-        "engine_args",
-        "compact_allocator",
-        "optimizer_8bit",
-        "lora_rank",
-        "lora_alpha",
-    }  # fields of params.training that TRL does not have
-    assert {keyword.arg for keyword in calls[0].keywords if keyword.arg} == set(OWNED_ARGUMENTS) - ours_alone
+    # beside the fields of params.training, which are passed by their names
+    assert {keyword.arg for keyword in calls[0].keywords if keyword.arg} == set(OWNED_ARGUMENTS) - set(TrainingParams.model_fields)

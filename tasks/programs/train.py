@@ -41,6 +41,10 @@ from tasks.rank_outcomes import rank_dir
 from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob, TrainingWarning, WeightsDtype
 from tasks.warning_signs import always, warning_signs
 
+# fields of training that GRPOConfig does not have; all others bear its names, and a lever goes before the field of its name
+UNKNOWN_TO_TRL = {"engine", "engine_args", "strategy", "num_processes", "rollout_batch_size", "compact_allocator"}
+UNKNOWN_TO_TRL |= {"optimizer_8bit", "lora_rank", "lora_alpha"}
+
 
 class TrainingRun:
     """One attempt, from loading to the saved checkpoint; `outcome` can be asked for at any moment."""
@@ -165,33 +169,20 @@ class TrainingRun:
 
 def grpo_config(attempt: Attempt, training: TrainingParams, states_dir: Path, device_type: DeviceType) -> GRPOConfig:
     """Translate an attempt into TRL's configuration; every precision flag is said explicitly."""
+    same_named = training.model_dump(exclude=UNKNOWN_TO_TRL) | attempt.levers.model_dump(exclude=UNKNOWN_TO_TRL, exclude_none=True)
     return GRPOConfig(
         **_engine_args(attempt, training, device_type),
+        **same_named,
         output_dir=str(states_dir),
         bf16=attempt.precision.mixed_precision == "bf16",
         fp16=attempt.precision.mixed_precision == "fp16",
         use_cpu=device_type == "cpu",
-        per_device_train_batch_size=attempt.levers.per_device_train_batch_size,
-        gradient_accumulation_steps=attempt.levers.gradient_accumulation_steps,
-        gradient_checkpointing=attempt.levers.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        max_steps=training.max_steps,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_steps,
-        num_generations=training.num_generations,
-        max_completion_length=attempt.levers.max_completion_length or training.max_completion_length,
-        temperature=training.temperature,
         cast_lm_head_to_fp32=attempt.precision.lm_head_fp32,
-        beta=training.beta,
-        loss_type=training.loss_type,
-        max_grad_norm=training.max_grad_norm,
         ddp_backend=backend_of(device_type) if training.strategy == "ddp" else None,
         # every weight that is trained takes part in every loss
         ddp_find_unused_parameters=False,
-        seed=training.seed,
         save_strategy="steps",
-        save_steps=training.save_steps,
         logging_steps=1,
         logging_nan_inf_filter=False,
         report_to="none",
