@@ -11,31 +11,36 @@ ComparedMeasure = Literal["step_time", "peak_memory", "curve_spread", "lost_step
 
 
 class RunMeasures(Record):
-    """One run of one variant with one seed, its warm-up left out where nothing else is said; MB are 2**20 bytes."""
+    """One run of one variant with one seed, its warm-up left out where nothing else is said; MB are 2**20 bytes.
+
+    Fields with a title are rows of the report, in this order.
+    """
 
     warmup_steps: int = Field(ge=0, description="steps left out at the start")
     measured_steps: int = Field(ge=1)
-    step_time_ms: float = Field(description="median, as all times and rates here")
-    step_time_ms_p95: float
-    forward_backward_time_ms: float
-    rollout_time_ms: float
-    tokens_per_second: float
-    peak_memory_mb: float = Field(description="maximum over devices, of the whole run")
-    peak_memory_mb_by_device: tuple[float, ...]
-    reward: float | None = Field(description="mean over the last fifth of the steps")
-    reward_spread: float | None = Field(description="standard deviation of the detrended curve; null: not logged, as below")
-    entropy_spread: float | None
-    grad_norm_spread: float | None = Field(description="of its logarithm: one variant's gradients may be small as a whole")
-    skipped_steps: int = Field(description="of the whole run: a scaler that settles skips its steps at the start")
-    lowest_loss_scale: float | None = Field(description="of the whole run; null without a grad scaler")
-    nan_events: int = Field(description="steps, not skipped, with a loss, reward, entropy or gradient norm that is not finite; whole run")
-    mismatch_kl: float | None = Field(default=None, description="median, in nats")
-    mismatch_rms: float | None = Field(default=None, description="median, in nats")
-    mismatch_max: float | None = Field(default=None, description="largest, in nats")
-    accuracy: float | None = Field(default=None, description="share of the held-out problems solved; null: not evaluated")
+    accuracy: float | None = Field(default=None, title="held-out accuracy", description="share solved; null: not evaluated")
     accuracy_low: float | None = Field(default=None, description="95 % Wilson interval")
     accuracy_high: float | None = None
     num_problems: int | None = None
+    reward: float | None = Field(title="reward, mean of the last fifth", description="null: not logged, as below")
+    step_time_ms: float = Field(title="ms a step, median", description="as all times and rates here")
+    step_time_ms_p95: float = Field(title="ms a step, 95th percentile")
+    forward_backward_time_ms: float = Field(title="ms a step in forward and backward")
+    rollout_time_ms: float = Field(title="ms a step in the rollout")
+    tokens_per_second: float = Field(title="tokens/s")
+    peak_memory_mb: float = Field(title="peak memory, MB", description="maximum over devices, of the whole run")
+    peak_memory_mb_by_device: tuple[float, ...]
+    reward_spread: float | None = Field(title="spread of the detrended reward", description="standard deviation about its moving mean")
+    entropy_spread: float | None = Field(title="spread of the detrended entropy")
+    # its logarithm's: one variant's gradients may be small as a whole
+    grad_norm_spread: float | None = Field(title="spread of the detrended gradient norm")
+    skipped_steps: int = Field(title="skipped steps", description="of the whole run: a scaler that settles skips at the start")
+    lowest_loss_scale: float | None = Field(title="lowest loss scale", description="of the whole run; null without a grad scaler")
+    # of the whole run, those not skipped: a loss, reward, entropy or gradient norm that is not finite
+    nan_events: int = Field(title="steps with a number that is not finite")
+    mismatch_kl: float | None = Field(default=None, title="mismatch of rollout and training, KL in nats", description="median")
+    mismatch_rms: float | None = Field(default=None, title="mismatch, RMS in nats", description="median")
+    mismatch_max: float | None = Field(default=None, title="mismatch, largest in nats")
 
     @property
     def lost_share(self) -> float:

@@ -4,36 +4,17 @@ import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 from markdown_it import MarkdownIt
 
 from tasks.attempt_files import read_steps
 from tasks.comparison_measures import DEVICE_PEAK, ComparisonRecord, run_values, variant_means
-from tasks.comparison_records import MeasuredRun
+from tasks.comparison_records import MeasuredRun, RunMeasures
 from tasks.curves import Curve, draw
 from tasks.memory import MB
 from tasks.params import Params
 
-MEASURES = {
-    "accuracy": "held-out accuracy",
-    "reward": "reward, mean of the last fifth",
-    "step_time_ms": "ms a step, median",
-    "step_time_ms_p95": "ms a step, 95th percentile",
-    "forward_backward_time_ms": "ms a step in forward and backward",
-    "rollout_time_ms": "ms a step in the rollout",
-    "tokens_per_second": "tokens/s",
-    "peak_memory_mb": "peak memory, MB",
-    "reward_spread": "spread of the detrended reward",
-    "entropy_spread": "spread of the detrended entropy",
-    "grad_norm_spread": "spread of the detrended gradient norm",
-    "skipped_steps": "skipped steps",
-    "lowest_loss_scale": "lowest loss scale",
-    "nan_events": "steps with a number that is not finite",
-    "mismatch_kl": "mismatch of rollout and training, KL in nats",
-    "mismatch_rms": "mismatch, RMS in nats",
-    "mismatch_max": "mismatch, largest in nats",
-}
+MEASURES = {name: field.title for name, field in RunMeasures.model_fields.items() if field.title}
 RUN_MEASURES = ("reward", "accuracy", "accuracy_low", "accuracy_high", "step_time_ms", "peak_memory_mb", "skipped_steps")
 CURVES = {
     "reward": "mean reward",
@@ -93,20 +74,16 @@ def report_text(record: ComparisonRecord, drawn: Iterable[str]) -> str:
 
 def page(text: str, drawn: Mapping[str, str], title: str) -> str:
     """Return the Markdown as an HTML page with the curves in it; it loads nothing."""
-    reader = MarkdownIt("js-default", {"html": False})
-
-    def image(self: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
-        return drawn[_figure(tokens[index].attrs["src"])]
-
-    reader.add_render_rule("image", image)
+    body = MarkdownIt("js-default", {"html": False}).render(text)
+    body = re.sub(r'<img src="curves/(\w+)\.svg"[^>]*>', lambda found: drawn[found[1]], body)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{reader.render(text)}</body></html>\n'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}</body></html>\n'
 
 
 def with_images(text: str, drawn: Mapping[str, str]) -> str:
     """Return the Markdown with its curves as data, for a reader that has no files beside it."""
     data = {name: base64.b64encode(svg.encode()).decode() for name, svg in drawn.items()}
-    return re.sub(r"\((curves/\w+\.svg)\)", lambda found: f"(data:image/svg+xml;base64,{data[_figure(found[1])]})", text)
+    return re.sub(r"\(curves/(\w+)\.svg\)", lambda found: f"(data:image/svg+xml;base64,{data[found[1]]})", text)
 
 
 def time_text(record: ComparisonRecord) -> str:
@@ -130,10 +107,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; the first row is its head."""
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
-def _figure(path: object) -> str:
-    return str(path).removeprefix("curves/").removesuffix(".svg")
 
 
 def _variants(record: ComparisonRecord) -> str:
