@@ -12,9 +12,9 @@ from pydantic import Field
 from tasks.attempt_files import read_steps
 from tasks.comparison import last_starts, run_order
 from tasks.comparison_records import MeasuredRun, Verdict
-from tasks.evaluation import accuracy, answer_each, evaluation_request, kept_path
+from tasks.evaluation import accuracy, answer_each, base_request, evaluation_request
 from tasks.files import read_record
-from tasks.measures import correct_answers, run_measures, what_happened
+from tasks.measures import correct_answers, run_measures
 from tasks.objectives import LABELS, Label, fact, possible
 from tasks.params import Params
 from tasks.program_request import EvaluationRequest, ModelAnswers
@@ -61,10 +61,15 @@ def measure(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
     """
     folder = (setting.run.run_dir / "evaluation").resolve()
     ends = last_starts(finished)
-    trained = {done.attempt.name: done for done in ends if done.outcome.status == "succeeded" and done.outcome.checkpoint_dir}
-    own = {name: _request(setting, params, done, done.outcome.checkpoint_dir, folder / f"{name}.json") for name, done in trained.items()}
-    base = {name: _base_request(setting, params, done, folder) for name, done in trained.items()}
-    served = _served_requests(setting, params, next(iter(trained.values()), None), folder)
+    own: dict[str, EvaluationRequest] = {}
+    base: dict[str, EvaluationRequest] = {}
+    served: dict[str, EvaluationRequest] = {}
+    for done in ends:
+        name, precision, checkpoint = done.attempt.name, done.attempt.precision, done.outcome.checkpoint_dir
+        if done.outcome.status == "succeeded" and checkpoint:
+            own[name] = evaluation_request(setting, params, precision, checkpoint, folder / f"{name}.json")
+            base[name] = base_request(setting, params, precision, folder / f"base-{precision.label}.json")
+            served = served or _served_requests(setting, params, checkpoint, folder)
     faults = answer_each([*base.values(), *own.values(), *served.values()], folder, get_run_logger().info)
     numbers = {place: number for number, place in enumerate(run_order(params.comparison), 1)}
     runs = [_refused(*place, number, setting.plan) for place, number in numbers.items()]
@@ -72,8 +77,8 @@ def measure(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
         name = done.attempt.name
         run = _measured(done, params, own.get(name), base.get(name), faults)
         runs[run.order - 1] = run
-    serving = tuple(_served(label, setting, params, served.get(label), faults) for label in LABELS) if trained else ()
-    return Measured(runs=tuple(runs), served=next(iter(trained), ""), serving=serving, verdict=judge(tuple(runs)))
+    serving = tuple(_served(label, setting, params, served.get(label), faults) for label in LABELS) if own else ()
+    return Measured(runs=tuple(runs), served=next(iter(own), ""), serving=serving, verdict=judge(tuple(runs)))
 
 
 def variant_means(runs: tuple[MeasuredRun, ...]) -> dict[str, dict[str, float]]:
@@ -91,29 +96,16 @@ def run_values(run: MeasuredRun) -> dict[str, float]:
     if run.measures is None:
         return {}
     known = run.measures.model_dump(exclude={"peak_memory_mb_by_device"})
-    peaks = run.measures.peak_memory_mb_by_device
-    known |= {f"{DEVICE_PEAK}{at}": peak for at, peak in enumerate(peaks)} if len(peaks) > 1 else {}
+    known |= {f"{DEVICE_PEAK}{at}": peak for at, peak in enumerate(run.measures.peak_memory_mb_by_device)}
     return {name: float(value) for name, value in known.items() if value is not None}
 
 
-def _request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path | None, out_file: Path) -> EvaluationRequest:
-    return evaluation_request(setting, params, done, model_dir or setting.base_model.path, out_file)
-
-
-def _base_request(setting: RunSetting, params: Params, done: FinishedAttempt, folder: Path) -> EvaluationRequest:
-    asked = _request(setting, params, done, None, folder / f"base-{done.attempt.precision.label}.json")
-    return asked.model_copy(update={"out_file": kept_path(setting, asked) or asked.out_file})
-
-
-def _served_requests(setting: RunSetting, params: Params, done: FinishedAttempt | None, folder: Path) -> dict[str, EvaluationRequest]:
-    if done is None:
-        return {}
+def _served_requests(setting: RunSetting, params: Params, checkpoint: Path, folder: Path) -> dict[str, EvaluationRequest]:
     requests: dict[str, EvaluationRequest] = {}
     for label in LABELS:
         if possible(label, setting.hardware, rehearse=True):
             precision = Precision(mixed_precision="no" if label == "fp32" else label, grad_scaler=label == "fp16")
-            asked = done.model_copy(update={"attempt": done.attempt.model_copy(update={"precision": precision})})
-            requests[label] = _request(setting, params, asked, done.outcome.checkpoint_dir, folder / f"serving-{label}.json")
+            requests[label] = evaluation_request(setting, params, precision, checkpoint, folder / f"serving-{label}.json")
     return requests
 
 
@@ -121,11 +113,11 @@ def _measured(
     done: FinishedAttempt, params: Params, own: EvaluationRequest | None, base: EvaluationRequest | None, faults: dict[Path, str]
 ) -> MeasuredRun:
     attempt, outcome, threshold = done.attempt, done.outcome, params.evaluation.correct_threshold
-    happened = [what_happened(outcome), outcome.failure.message if outcome.failure else ""]
+    succeeded = outcome.status == "succeeded"
+    happened = ["" if succeeded else outcome.ending, outcome.failure.message if outcome.failure else ""]
     answers, base_answers = (read_record(it.out_file, ModelAnswers) if it and it.out_file not in faults else None for it in (own, base))
     happened += [f"not evaluated: {faults[it.out_file]}" for it in (own, base) if it and it.out_file in faults]
     share = accuracy(answers.answers, threshold) if answers else None
-    succeeded = outcome.status == "succeeded"
     return MeasuredRun(
         variant=attempt.variant,
         seed=attempt.seed or 0,

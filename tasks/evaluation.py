@@ -15,7 +15,7 @@ from tasks.files import read_record
 from tasks.params import BUILT_IN_SCORERS, Params
 from tasks.places import STATE_DIR
 from tasks.program_request import EvaluationBatch, EvaluationRequest, ModelAnswers, ScoredAnswer, ask_program
-from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, RunSetting, SampledCompletion
+from tasks.records import Accuracy, ArtifactVersion, Evaluation, FinishedAttempt, Precision, RunSetting, SampledCompletion
 from tasks.report import evaluation_text
 from tasks.versioning.inputs import input_key
 
@@ -31,9 +31,8 @@ def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt, checkpo
     The base model's answers are kept under ``state/evaluations`` and used again while nothing they depend on has changed.
     """
     logger, work_dir = get_run_logger(), setting.run.run_dir.resolve() / "evaluation"
-    of_base = evaluation_request(setting, params, done, setting.base_model.path, work_dir / "base.json")
-    of_base = of_base.model_copy(update={"out_file": kept_path(setting, of_base) or of_base.out_file})
-    of_tuned = evaluation_request(setting, params, done, checkpoint.path, work_dir / "tuned.json")
+    of_base = base_request(setting, params, done.attempt.precision, work_dir / "base.json")
+    of_tuned = evaluation_request(setting, params, done.attempt.precision, checkpoint.path, work_dir / "tuned.json")
     if faults := answer_each((of_base, of_tuned), work_dir, logger.info):
         raise HalfstepError("\n".join(faults.values()))
     base, tuned = (read_record(request.out_file, ModelAnswers) for request in (of_base, of_tuned))
@@ -96,15 +95,15 @@ def spread(num_problems: int, num_samples: int) -> list[int]:
     return [index * num_problems // count for index in range(count)]
 
 
-def evaluation_request(setting: RunSetting, params: Params, done: FinishedAttempt, model_dir: Path, out_file: Path) -> EvaluationRequest:
-    """Return the request to answer the held-out set with one model in the precision that trained."""
+def evaluation_request(setting: RunSetting, params: Params, precision: Precision, model_dir: Path, out_file: Path) -> EvaluationRequest:
+    """Return the request to answer the held-out set with one model."""
     return EvaluationRequest(
         model_dir=model_dir.resolve(),
         dataset_dir=setting.dataset.version.path.resolve(),
         out_file=out_file.resolve(),
         dataset=params.dataset,
         reward=params.reward,
-        precision=done.attempt.precision,
+        precision=precision,
         batch_size=params.evaluation.batch_size,
         max_new_tokens=params.training.max_completion_length,
         temperature=params.evaluation.temperature,
@@ -130,13 +129,14 @@ def answer_each(requests: Iterable[EvaluationRequest], work_dir: Path, say: Call
     return {path: fault for path, fault in faults.items() if not path.is_file()}
 
 
-def kept_path(setting: RunSetting, request: EvaluationRequest) -> Path | None:
-    """Return where the base model's answers to a request are kept for later runs; None if they may depend on anything."""
+def base_request(setting: RunSetting, params: Params, precision: Precision, out_file: Path) -> EvaluationRequest:
+    """Return the request of the base model's answers, which are kept for later runs; in `out_file` if they may depend on anything."""
+    request = evaluation_request(setting, params, precision, setting.base_model.path, out_file)
     # as those of a scorer of the user's own do
-    if request.reward.scorer not in BUILT_IN_SCORERS:
-        return None
+    if params.reward.scorer not in BUILT_IN_SCORERS:
+        return request
     asked = request.model_dump(mode="json", exclude={"model_dir", "dataset_dir", "out_file"})
     facts: dict[str, object] = {library: version(library) for library in ("torch", "transformers")}
     facts |= {"base_model": setting.base_model.dvc_hash, "dataset": setting.dataset.version.dvc_hash}
     facts |= {"device": setting.hardware.device_name, "format_version": FORMAT_VERSION}
-    return STATE_DIR / "evaluations" / f"base-{input_key(asked | facts)}.json"
+    return request.model_copy(update={"out_file": STATE_DIR / "evaluations" / f"base-{input_key(asked | facts)}.json"})

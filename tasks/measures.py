@@ -13,15 +13,13 @@ Steps = list[dict[str, float]]
 CURVES = ("loss", "reward", "entropy", "grad_norm")
 # the trend that is taken out of a curve is its moving mean over this share of the steps, as is the end that a reward is the mean of
 TREND_SHARE = 5
-DEVICE_PEAK = "peak_memory_mb/device_"
 
 
 def run_measures(steps: Steps, warmup_steps: int, outcome: Outcome, accuracy: Accuracy | None = None) -> RunMeasures:
     """Return the measures of a run that succeeded; `steps` are all of tasks.attempt_files.read_steps, more than the warm-up."""
     measured = steps[warmup_steps:]
-    by_device = _peaks_by_device(steps)
     # the process' own peak covers what no step saw, such as a save
-    peak = outcome.peak_memory_bytes / MB if outcome.peak_memory_bytes is not None else max(by_device)
+    peak = outcome.peak_memory_bytes / MB if outcome.peak_memory_bytes is not None else max(_finite(steps, "peak_memory_mb"))
     times = _finite(measured, "step_time_ms")
     last = _finite(measured[-max(len(measured) // TREND_SHARE, 1) :], "reward")
     kl, rms, largest = (_finite(measured, f"mismatch_{name}") for name in ("kl", "rms", "max"))
@@ -34,7 +32,7 @@ def run_measures(steps: Steps, warmup_steps: int, outcome: Outcome, accuracy: Ac
         rollout_time_ms=median(_finite(measured, "rollout_time_ms")),
         tokens_per_second=median(_finite(measured, "tokens_per_second")),
         peak_memory_mb=peak,
-        peak_memory_mb_by_device=by_device if len(by_device) > 1 else (peak,),
+        peak_memory_mb_by_device=tuple(size / MB for size in outcome.peak_memory_by_device),
         reward=fmean(last) if last else None,
         reward_spread=detrended_spread(_finite(measured, "reward")),
         entropy_spread=detrended_spread(_finite(measured, "entropy")),
@@ -73,16 +71,6 @@ def correct_answers(answers: ModelAnswers, threshold: float) -> tuple[bool, ...]
     return tuple(answer.score >= threshold for answer in answers.answers)
 
 
-def what_happened(outcome: Outcome) -> str:
-    """Return why a run has no place in the comparison, such as 'ran out of device memory in forward, 3 of 100 steps'; empty if it has."""
-    if outcome.status == "succeeded":
-        return ""
-    kind = f"{outcome.shortage} " if outcome.shortage else ""
-    how = f"ran out of {kind}memory" if outcome.status == "out_of_memory" else outcome.status
-    phase = f" in {outcome.failure.phase}" if outcome.failure and outcome.failure.phase else ""
-    return f"{how}{phase}, {outcome.steps_done} of {outcome.total_steps} steps"
-
-
 def _finite(steps: Steps, name: str) -> list[float]:
     return [step[name] for step in steps if name in step and math.isfinite(step[name])]
 
@@ -91,10 +79,3 @@ def _not_finite(step: dict[str, float]) -> bool:
     # a skipped step's gradients are not finite by definition; it is counted as skipped
     watched = ("reward",) if step.get("step_skipped") == 1.0 else CURVES
     return any(name in step and not math.isfinite(step[name]) for name in watched)
-
-
-def _peaks_by_device(steps: Steps) -> tuple[float, ...]:
-    names = sorted(
-        {name for step in steps for name in step if name.startswith(DEVICE_PEAK)}, key=lambda name: int(name[len(DEVICE_PEAK) :])
-    )
-    return tuple(max(_finite(steps, name)) for name in names or ["peak_memory_mb"])

@@ -274,6 +274,16 @@ class Outcome(Record):
     failure: Failure | None = None
     warnings: tuple[TrainingWarning, ...] = ()
 
+    @property
+    def ending(self) -> str:
+        """Return how the attempt ended and how far it came, such as 'ran out of device memory in forward, 3 of 100 steps'."""
+        kind = f"{self.shortage} " if self.shortage else ""
+        how = f"ran out of {kind}memory" if self.status == "out_of_memory" else self.status
+        how += f" in {self.failure.phase}" if self.failure and self.failure.phase else ""
+        how += f" of rank {self.failure.rank}" if self.failure and self.failure.rank is not None else ""
+        start = f" from step {self.first_step}" if self.first_step else ""
+        return f"{how}, {self.steps_done} of {self.total_steps} steps{start}"
+
 
 class FinishedAttempt(Record):
     """An attempt together with what came of it."""

@@ -127,15 +127,8 @@ def _observed(done: FinishedAttempt) -> str:
 
 def attempt_text(done: FinishedAttempt) -> str:
     """Return an attempt, its levers and its end in one line."""
-    outcome = done.outcome
-    kind = f" of {outcome.shortage} memory" if outcome.shortage else ""
-    status = f"ran out{kind}" if outcome.status == "out_of_memory" else outcome.status
-    phase = f" in {outcome.failure.phase}" if outcome.failure and outcome.failure.phase else ""
-    phase += f" of rank {outcome.failure.rank}" if outcome.failure and outcome.failure.rank is not None else ""
-    peak = f", peak {outcome.peak_memory_bytes / MB:.0f} MB" if outcome.peak_memory_bytes is not None else ""
-    start = f" from step {outcome.first_step}" if outcome.first_step else ""
-    steps = f"{outcome.steps_done} of {outcome.total_steps} steps{start}"
-    return f"{done.attempt.name} ({levers_text(done.attempt.levers)}): {status}{phase}, {steps}{peak}"
+    peak = f", peak {done.outcome.peak_memory_bytes / MB:.0f} MB" if done.outcome.peak_memory_bytes is not None else ""
+    return f"{done.attempt.name} ({levers_text(done.attempt.levers)}): {done.outcome.ending}{peak}"
 
 
 def evaluation_text(evaluation: Evaluation) -> str:

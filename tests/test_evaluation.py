@@ -129,10 +129,10 @@ def test_kept_answers_stand_for_everything_they_depend_on(tmp_path: Path) -> Non
     moved = setting.model_copy(update={"base_model": version(tmp_path / "elsewhere", "0.dir")})
     other = setting.model_copy(update={"base_model": version(tmp_path / "model", "2.dir")})
 
-    def kept(setting: RunSetting, params: Params, done: FinishedAttempt) -> Path | None:
-        return evaluation.kept_path(setting, evaluation.evaluation_request(setting, params, done, setting.base_model.path, tmp_path))
+    def kept(setting: RunSetting, params: Params, done: FinishedAttempt) -> Path:
+        return evaluation.base_request(setting, params, done.attempt.precision, tmp_path / "asked.json").out_file
 
     first = kept(setting, PARAMS, done)
-    assert first is not None and first == kept(moved, PARAMS, done)
+    assert first == kept(moved, PARAMS, done)
     assert len({first, kept(other, PARAMS, done), kept(setting, longer, done), kept(setting, PARAMS, fp16[1])}) == 4
-    assert kept(setting, own, done) is None
+    assert tmp_path / "asked.json" == kept(setting, own, done) != first

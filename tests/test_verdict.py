@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from tasks.comparison_records import Criterion, Finding, MeasuredRun, RunMeasures, Verdict
 from tasks.records import Status
@@ -34,7 +33,7 @@ def run(variant: str, seed: int, status: Status = "succeeded", **changed: float)
         "lowest_loss_scale": None,
         "nan_events": 0,
     }
-    measures = RunMeasures.model_validate({**values, "peak_memory_mb_by_device": (3000.0,), **changed})
+    measures = RunMeasures.model_validate({**values, **changed})
     what = "" if status == "succeeded" else f"{status}, 3 of 100 steps"
     order = 10 * seed + len(variant)
     if status != "succeeded":
@@ -256,11 +255,6 @@ def test_the_order_of_the_runs_changes_nothing() -> None:
     expected = judge(runs)
     random.Random(0).shuffle(runs)
     assert judge(runs) == expected
-
-
-def test_a_run_that_succeeded_has_measures() -> None:
-    with pytest.raises(ValidationError, match="has no measures"):
-        MeasuredRun(variant="bf16", seed=0, order=0, status="succeeded")
 
 
 @pytest.mark.parametrize("names", ["ab", "abc"])
