@@ -59,12 +59,6 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._train_log_probs: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
 
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """Return accelerate's grad scaler."""
-        scaler: torch.amp.GradScaler | None = self.accelerator.scaler
-        return scaler
-
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; where it left out autocast and scaler (fp16 on a CPU), put them in."""
         super().create_accelerator_and_postprocess()
@@ -130,7 +124,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # before clipping, which spreads one infinite gradient over all of them
-        if self.scaler is not None:
+        if self.accelerator.scaler is not None:
             self.gradient_scan = scan_gradients(self.accelerator.unwrap_model(model))
         return super()._clip_grad_norm(model)
 
@@ -183,7 +177,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         # a state may come from an attempt in another precision
-        if self.scaler is not None:
+        if self.accelerator.scaler is not None:
             super()._load_scaler(checkpoint)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

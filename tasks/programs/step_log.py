@@ -65,7 +65,7 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         forward_overflow = next((layer for _, layer in gathered if layer), None)
         if not self.history:
             self.check_first_step()
-        if trainer.scaler is None:
+        if trainer.accelerator.scaler is None:
             return
         if trainer.gradient_scan is None:
             raise RuntimeError("the gradients were not looked at before they were clipped")
@@ -73,7 +73,7 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         self.skipped_steps += skipped
         self._measured |= {
-            "loss_scale": trainer.scaler.get_scale(),
+            "loss_scale": trainer.accelerator.scaler.get_scale(),
             "step_skipped": float(skipped),
             "consecutive_skips": float(self.consecutive_skips),
             "skipped_steps": float(self.skipped_steps),

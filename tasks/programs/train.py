@@ -34,11 +34,11 @@ from tasks.programs.half_precision import fast_half_matmul
 from tasks.programs.observation import PrecisionObserver, check_observed
 from tasks.programs.problems import TRAIN_FILE, Row, read_problems
 from tasks.programs.process_group import backend_of, join_ranks
-from tasks.programs.rewards import Scorer, load_scorer, rehearse
+from tasks.programs.rewards import load_scorer, rehearse
 from tasks.programs.step_log import StepLog
 from tasks.programs.step_watch import StepWatch
 from tasks.rank_outcomes import rank_dir
-from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob, TrainingWarning, WeightsDtype
+from tasks.records import Attempt, DeviceType, Failure, ObservedPrecision, Outcome, Status, TrainingJob, WeightsDtype
 from tasks.warning_signs import always, warning_signs
 
 # fields of training that GRPOConfig does not have; all others bear its names, and a lever goes before the field of its name
@@ -62,7 +62,6 @@ class TrainingRun:
         self.first_step = state_step(job.attempt.resume_from)
         self.weights_changed: bool | None = None
         self.checkpoint_dir: Path | None = None
-        self.begun_anew: tuple[TrainingWarning, ...] = ()
 
     def run(self) -> None:
         """Load, train, check and save; raises whatever goes wrong."""
@@ -71,9 +70,7 @@ class TrainingRun:
         self.states_dir.mkdir(parents=True, exist_ok=True)
         state, precision, levers = self.job.attempt.resume_from, self.job.attempt.precision, self.job.attempt.levers
         if state and not same_optimizer(state, levers):
-            message = f"the optimizer's states begin anew: {state.name} has them in {32 if levers.optimizer_8bit else 8} bits"
-            print(message, flush=True)
-            self.begun_anew = (TrainingWarning(name="optimizer_begun_anew", step=self.first_step, message=message),)
+            print(f"the optimizer's states begin anew: {state.name} has them in {32 if levers.optimizer_8bit else 8} bits", flush=True)
         model = _load_model(self.job.base_model_dir, self.device_type, precision.autocast_dtype if levers.lora_rank else "float32")
         trainer = self._build_trainer(model)
         base = weights_digest(trainer.model)
@@ -93,11 +90,15 @@ class TrainingRun:
         scorer = load_scorer(self.params.reward, self.params.dataset)
         problems = read_problems(self.job.dataset_dir / TRAIN_FILE)
         rehearse(scorer, problems[:4])
+
+        def reward(completions: list[str], question: list[str], answer: list[str], entry: list[str], **_: Any) -> list[float]:
+            return scorer(completions, [Row(*fields) for fields in zip(question, answer, entry, strict=True)])
+
         # below adapters TRL looks for it here (lm_head_fp32 with tied embeddings)
         model.__dict__["embed_tokens"] = model.get_input_embeddings()
         trainer = MeteredGRPOTrainer(
             model=model,
-            reward_funcs=[_reward_function(scorer)],
+            reward_funcs=[reward],
             args=grpo_config(attempt, self.params.training, self.states_dir, self.device_type),
             train_dataset=datasets.Dataset.from_list([asdict(row) for row in problems]),
             processing_class=AutoTokenizer.from_pretrained(self.job.base_model_dir, padding_side="left", local_files_only=True),
@@ -119,7 +120,7 @@ class TrainingRun:
             check_observed(observed, self.job.attempt.precision)
 
     def _observed(self) -> ObservedPrecision | None:
-        scaler = self.trainer.scaler if self.trainer else None
+        scaler = self.trainer.accelerator.scaler if self.trainer else None
         return self.observer.result(self.trainer.model, scaler is not None and scaler.is_enabled()) if self.trainer else None
 
     def _check_result(self, trainer: MeteredGRPOTrainer, before: str) -> None:
@@ -162,7 +163,7 @@ class TrainingRun:
             checkpoint_dir=self.checkpoint_dir,
             last_state_dir=last_training_state(self.job.attempt_dir) or self.job.attempt.resume_from,
             failure=failure,
-            warnings=(*self.begun_anew, *warning_signs(steps), *(self.log.overflow_warning() if self.log else ())),
+            warnings=(*warning_signs(steps), *(self.log.overflow_warning() if self.log else ())),
             **more,
         )
 
@@ -207,13 +208,6 @@ def _load_model(base_model_dir: Path, device_type: DeviceType, dtype: WeightsDty
     return AutoModelForCausalLM.from_pretrained(
         base_model_dir, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, use_safetensors=True
     )
-
-
-def _reward_function(scorer: Scorer) -> Any:
-    def reward(completions: list[str], question: list[str], answer: list[str], entry: list[str], **_: Any) -> list[float]:
-        return scorer(completions, [Row(*fields) for fields in zip(question, answer, entry, strict=True)])
-
-    return reward
 
 
 def _failed(run: TrainingRun, error: BaseException) -> Outcome:
