@@ -9,7 +9,7 @@ import copy
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +194,9 @@ def _count(config: PreTrainedConfig, request: PeakRequest) -> _Count:
     ledger = Ledger(frozenset({config.vocab_size, 32768}) - {config.hidden_size, config.intermediate_size})
     attention = "eager" if request.device_type == "cpu" else "sdpa"
     dtypes = request.precision.autocast_dtype, request.precision.sampling_dtype
-    with _without_collections(), _FakeTensors(), ledger, fast_half_matmul(request.device_type, *dtypes):
+    # garbage is left to Ledger.enter: collected at any moment it would make two counts differ
+    gc.disable()
+    with _FakeTensors(), ledger, fast_half_matmul(request.device_type, *dtypes):
         ledger.category = "weights"
         dtype = getattr(torch, request.precision.autocast_dtype) if request.levers.lora_rank else torch.float32
         # the model writes its own dtype into the config that it is made from
@@ -230,6 +232,7 @@ def _count(config: PreTrainedConfig, request: PeakRequest) -> _Count:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     del reference, buckets
+    gc.enable()
     return _Count({**loading, **ledger.moments}, cache_elements)
 
 
@@ -259,31 +262,13 @@ def _with_states(weights: list[torch.nn.Parameter], embeddings: torch.nn.Module 
         GlobalOptimManager.get_instance().register_module_override(embeddings, "weight", {"optim_bits": 32})
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
-    with _counted_as(ledger, "optimizer_states"):
-        optimizer.step()
+    ledger.category = "optimizer_states"
+    optimizer.step()
+    ledger.category = "activations"
     optimizer.zero_grad()
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda weight: ledger.mark([weight.grad], "gradients"))
     return optimizer
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leave garbage to Ledger.enter: collected at any moment it would make two counts differ."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _counted_as(ledger: Ledger, category: str) -> Iterator[None]:
-    before, ledger.category = ledger.category, category
-    yield
-    ledger.category = before
 
 
 def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> int:
@@ -291,8 +276,9 @@ def _rollout(model: PreTrainedModel, request: PeakRequest, ledger: Ledger) -> in
     ledger.enter("rollout")
     policy = model
     if (request.precision.mixed_precision, request.precision.sampling_dtype) != ("no", "float32"):
-        with _counted_as(ledger, "rollout_weights"):
-            policy = cast_copy(model, getattr(torch, request.precision.sampling_dtype))
+        ledger.category = "rollout_weights"
+        policy = cast_copy(model, getattr(torch, request.precision.sampling_dtype))
+        ledger.category = "activations"
     policy.eval()
     hook = read_head_once(policy)
     rows = min(request.levers.rollout_batch_size or request.levers.effective_batch_size, request.levers.effective_batch_size)
