@@ -4,14 +4,15 @@ import hashlib
 import json
 from pathlib import Path
 
-import yaml
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
 
 from tasks.errors import HalfstepError
 from tasks.files import file_lock
 from tasks.records import ArtifactVersion
 from tasks.specs import MANIFEST_FILE, Spec
 from tasks.versioning.folders import object_path, read_manifest
-from tasks.versioning.restore import cache_dir, check_version
+from tasks.versioning.restore import check_version
 from tasks.versioning.store import Kind, lock_path, read_pointer
 
 
@@ -40,21 +41,17 @@ def _find_stage_output(project_dir: Path, kind: Kind, key: str) -> ArtifactVersi
     if not lock.is_file():
         return None
     try:
-        stages = (yaml.safe_load(lock.read_text(encoding="utf-8")) or {}).get("stages") or {}
-        outputs = [
-            ArtifactVersion(path=project_dir / out["path"], dvc_hash=out["md5"], size_bytes=out["size"], location=f"dvc.lock:{stage}")
-            for stage, body in stages.items()
-            for out in body.get("outs") or []
-            if out["path"].startswith(f"data/{kind}/")
-        ]
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        with Repo(str(project_dir)) as repo:
+            cache, outputs = Path(repo.cache.local.path), list(repo.index.outs)
+    except DvcException as error:
         raise HalfstepError(f"{lock} cannot be read: {error!r}; bring it back from git (`git checkout dvc.lock`)") from error
-    for version in outputs:
-        cache = cache_dir(project_dir)
-        cached = (read_manifest(cache, version.dvc_hash) or {}).get(MANIFEST_FILE, "absent")
-        # the cache's copy too: where the folder is gone, or its manifest.json is what was damaged
-        if key in (_key_of(version.path / MANIFEST_FILE), _key_of(object_path(cache, cached))):
-            return version
+    for out in outputs:
+        path, dvc_hash = Path(out.fs_path), out.hash_info.value
+        if dvc_hash and path.parent.parts[-2:] == ("data", kind):
+            cached = (read_manifest(cache, dvc_hash) or {}).get(MANIFEST_FILE, "absent")
+            # the cache's copy too: where the folder is gone, or its manifest.json is what was damaged
+            if key in (_key_of(path / MANIFEST_FILE), _key_of(object_path(cache, cached))):
+                return ArtifactVersion(path=path, dvc_hash=dvc_hash, size_bytes=out.meta.size, location=f"dvc.lock:{out.stage.name}")
     return None
 
 
