@@ -45,8 +45,9 @@ def last_phase(folder: Path) -> Phase | None:
     return cast("Phase", file.read_text().strip()) or None if file.is_file() else None
 
 
-def unfinished_outcome(job: TrainingJob, message: str) -> Outcome:
+def unfinished_outcome(job: TrainingJob) -> Outcome:
     """Return the outcome of an attempt whose process ended and left none, from what else it wrote."""
+    message = "the attempt was interrupted and left no outcome"
     steps, first_step = read_steps(job.attempt_dir), state_step(job.attempt.resume_from)
     return Outcome(
         status="cancelled",

@@ -36,12 +36,12 @@ def evaluate(setting: RunSetting, params: Params, done: FinishedAttempt, checkpo
     if faults := answer_each((of_base, of_tuned), work_dir, logger.info):
         raise HalfstepError("\n".join(faults.values()))
     base, tuned = (read_record(request.out_file, ModelAnswers) for request in (of_base, of_tuned))
-    evaluation = compare(base, tuned, done.attempt.precision.label, params)
+    evaluation = compare(base, tuned, params)
     logger.info("accuracy %s", evaluation_text(evaluation))
     return evaluation
 
 
-def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Params) -> Evaluation:
+def compare(base: ModelAnswers, tuned: ModelAnswers, params: Params) -> Evaluation:
     """Compare two models' answers to the same problems."""
     if [answer.question for answer in base.answers] != [answer.question for answer in tuned.answers]:
         raise HalfstepError("base and tuned model answered different problems; delete state/evaluations and run again")
@@ -50,7 +50,6 @@ def compare(base: ModelAnswers, tuned: ModelAnswers, precision: str, params: Par
     num_gained = sum(before.score < threshold <= after.score for before, after in pairs)
     num_lost = sum(after.score < threshold <= before.score for before, after in pairs)
     return Evaluation(
-        precision=precision,
         base=accuracy(base.answers, threshold),
         tuned=accuracy(tuned.answers, threshold),
         num_gained=num_gained,

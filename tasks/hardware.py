@@ -21,21 +21,22 @@ def free_memory(hardware: Hardware) -> int:
     if hardware.device_type == "cpu":
         return read_host_memory().free_bytes
     with tempfile.TemporaryDirectory() as folder:
-        request = DetectRequest(facts_file=Path(folder, "facts.json"), hardware_file=Path(folder, "hardware.json"))
-        ask_program("tasks.programs.detect", request, Path(folder), lambda line: None, TIMEOUT_SECONDS)
-        return read_record(request.hardware_file, Hardware).memory_free_bytes
+        return _detect(Path(folder), Path(folder, "hardware.json")).memory_free_bytes
 
 
 @task(cache_policy=NO_CACHE)
 def detect_hardware(run_dir: Path) -> Hardware:
     """Detect what this machine offers and keep it as ``hardware.json`` in `run_dir`, with the facts as ``detect/facts.json``."""
-    work_dir, path = run_dir.resolve() / "detect", run_dir.resolve() / "hardware.json"
-    request = DetectRequest(facts_file=work_dir / "facts.json", hardware_file=path)
-    ask_program("tasks.programs.detect", request, work_dir, lambda line: None, TIMEOUT_SECONDS)
-    hardware = read_record(path, Hardware)
+    hardware = _detect(run_dir.resolve() / "detect", run_dir.resolve() / "hardware.json")
     logger = get_run_logger()
     logger.info("%s, bf16: %s, %s", hardware.device_name, hardware.bf16.level, hardware.bf16.fact)
     logger.info("%s, fp16: %s, %s", hardware.device_name, hardware.fp16.level, hardware.fp16.fact)
     for note in hardware.notes:
         logger.info("hardware: %s", note)
     return hardware
+
+
+def _detect(work_dir: Path, path: Path) -> Hardware:
+    request = DetectRequest(facts_file=work_dir / "facts.json", hardware_file=path)
+    ask_program("tasks.programs.detect", request, work_dir, lambda line: None, TIMEOUT_SECONDS)
+    return read_record(path, Hardware)

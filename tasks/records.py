@@ -293,14 +293,6 @@ class FinishedAttempt(Record):
     attempt_dir: Path
     in_earlier_start: bool = Field(default=False, description="made before its run was stopped and gone on with")
 
-    @property
-    def peaks(self) -> dict[str, int | None]:
-        """Return measured and predicted peak and the first less the second, in bytes; an attempt cut short shows no such error."""
-        measured = self.outcome.peak_memory_bytes
-        predicted = self.attempt.prediction.peak_bytes if self.attempt.prediction else None
-        error = measured - predicted if self.outcome.status == "succeeded" and measured and predicted else None
-        return {"peak_memory": measured, "predicted_peak": predicted, "prediction_error": error}
-
 
 class Accuracy(Record):
     """Share of problems solved, with a 95 % Wilson interval."""
@@ -327,7 +319,6 @@ class SampledCompletion(Record):
 class Evaluation(Record):
     """Base against tuned model on the held-out set, problem by problem."""
 
-    precision: str
     base: Accuracy
     tuned: Accuracy
     num_gained: int

@@ -117,7 +117,7 @@ def earlier_attempts(folder: RunFolder) -> tuple[FinishedAttempt, ...]:
 def interrupted_outcome(job: TrainingJob) -> Outcome:
     """Return the outcome an attempt left, or one that says it was interrupted before it could leave any."""
     path = job.attempt_dir / "outcome.json"
-    return read_record(path, Outcome) if path.is_file() else unfinished_outcome(job, "the attempt was interrupted and left no outcome")
+    return read_record(path, Outcome) if path.is_file() else unfinished_outcome(job)
 
 
 def source_version() -> SourceVersion:

@@ -63,8 +63,7 @@ def _predicted_shortage(job: TrainingJob, params: Params) -> Outcome | None:
         requested_bytes=prediction.peak_bytes,
         available_bytes=prediction.available_bytes,
     )
-    unfinished = unfinished_outcome(job, failure.message)
-    return unfinished.model_copy(update={"status": "skipped", "shortage": "device", "failure": failure})
+    return unfinished_outcome(job).model_copy(update={"status": "skipped", "shortage": "device", "failure": failure})
 
 
 def _run_child(job: TrainingJob, hardware: Hardware, log: AttemptLog, say: Callable[[str], None]) -> Outcome:

@@ -52,7 +52,7 @@ def test_the_interval_of_a_share_agrees_with_the_published_table(correct: int, o
 @pytest.mark.parametrize(("gained", "lost", "p_value"), [(0, 0, 1.0), (5, 5, 1.0), (1, 0, 1.0), (0, 3, 0.25), (4, 1, 0.375)])
 def test_gains_against_losses_are_those_of_a_fair_coin(gained: int, lost: int, p_value: float) -> None:
     before, after = [0.0] * gained + [1.0] * lost + [1.0], [1.0] * gained + [0.0] * lost + [1.0]
-    assert compare(answers(*before), answers(*after), "bf16", PARAMS).p_value == pytest.approx(p_value)
+    assert compare(answers(*before), answers(*after), PARAMS).p_value == pytest.approx(p_value)
 
 
 def test_samples_are_spread_over_the_problems() -> None:
@@ -68,7 +68,7 @@ def answers(*scores: float) -> ModelAnswers:
 
 
 def test_models_are_compared_problem_by_problem() -> None:
-    found = compare(answers(1.0, 0.0, 0.05, 0.3), answers(0.0, 1.0, 0.1, 0.4), "bf16", PARAMS)
+    found = compare(answers(1.0, 0.0, 0.05, 0.3), answers(0.0, 1.0, 0.1, 0.4), PARAMS)
     assert (found.base.num_correct, found.tuned.num_correct, found.num_gained, found.num_lost) == (2, 3, 2, 1)
     assert (found.base.share, found.base.mean_score) == (0.5, pytest.approx(0.3375))
     assert found.p_value == 1.0
@@ -81,7 +81,7 @@ def test_models_are_compared_problem_by_problem() -> None:
 
 def test_answers_to_different_problems_are_not_compared() -> None:
     with pytest.raises(HalfstepError, match="different problems"):
-        compare(answers(1.0, 0.0), answers(1.0), "bf16", PARAMS)
+        compare(answers(1.0, 0.0), answers(1.0), PARAMS)
 
 
 def version(path: Path, dvc_hash: str) -> ArtifactVersion:

@@ -12,7 +12,6 @@ import ctypes
 import os
 import platform
 import re
-import subprocess
 import timeit
 import warnings
 from pathlib import Path
@@ -118,10 +117,9 @@ def npu_device(index: int, notes: list[str]) -> DeviceFacts:
 
 def mps_device(index: int, notes: list[str]) -> DeviceFacts:
     """Read an Apple GPU; its memory is the share of the host's that Metal recommends."""
-    name = subprocess.run(("sysctl", "-n", "machdep.cpu.brand_string"), capture_output=True, text=True, check=False).stdout.strip()
     recommended = torch.mps.recommended_max_memory()
     notes.append("memory that other processes hold on an Apple GPU cannot be read: all that Metal recommends counts as free")
-    return DeviceFacts(api="mps", name=name or "Apple, chip unknown", memory_total_bytes=recommended, memory_free_bytes=recommended)
+    return DeviceFacts(api="mps", name=torch.backends.mps.get_name(), memory_total_bytes=recommended, memory_free_bytes=recommended)
 
 
 def time_products(device: str, size: int = 2048, repeats: int = 10) -> dict[str, float]:

@@ -153,7 +153,7 @@ def main() -> int:
 
 def conclude(job: TrainingJob, reports: list[RankReport], stopped: bool) -> int:
     """Write the outcome of all, show the end of the log of a failed rank whose log is not this one's; return the exit code."""
-    unfinished = unfinished_outcome(job, "the attempt was interrupted and left no outcome")
+    unfinished = unfinished_outcome(job)
     outcome = merged_outcome(reports, unfinished, stopped=stopped) if reports else unfinished
     cause = first_cause(reports)
     if cause and cause.rank and outcome.failure:

@@ -192,7 +192,12 @@ def _find(client: MlflowClient, experiment_id: str, tags: Mapping[str, str], *co
 
 
 def _peaks(done: FinishedAttempt) -> dict[str, float | None]:
-    return {f"{name}_mb": None if size is None else size / MB for name, size in done.peaks.items()}
+    """Return measured and predicted peak and the first less the second; an attempt cut short shows no such error."""
+    measured = done.outcome.peak_memory_bytes
+    predicted = done.attempt.prediction.peak_bytes if done.attempt.prediction else None
+    error = measured - predicted if done.outcome.status == "succeeded" and measured and predicted else None
+    sizes = {"peak_memory_mb": measured, "predicted_peak_mb": predicted, "prediction_error_mb": error}
+    return {name: None if size is None else size / MB for name, size in sizes.items()}
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:

@@ -84,7 +84,6 @@ def test_every_step_reached_mlflow_once(smoke_run: FlowRun) -> None:
 def test_evaluation_is_paired_and_shows_samples(smoke_run: FlowRun) -> None:
     evaluation = smoke_run.record.evaluation
     assert evaluation is not None
-    assert evaluation.precision == "bf16"
     assert evaluation.tuned.num_correct - evaluation.base.num_correct == evaluation.num_gained - evaluation.num_lost
     assert evaluation.tuned.low <= evaluation.tuned.share <= evaluation.tuned.high
     assert len(evaluation.samples) == 5

@@ -195,9 +195,7 @@ def test_closed_parent_can_be_compared_by_its_headline_figures(
 ) -> None:
     accuracy = Accuracy(num_correct=1, num_problems=4, share=0.25, low=0.1, high=0.5, mean_score=0.3)
     sample = SampledCompletion(prompt="1+1=", expected="2", before="3", after="2", score_before=0, score_after=1)
-    evaluation = Evaluation(
-        precision="fp16", base=accuracy, tuned=accuracy, num_gained=2, num_lost=1, p_value=math.nan, samples=(sample,) * 2
-    )
+    evaluation = Evaluation(base=accuracy, tuned=accuracy, num_gained=2, num_lost=1, p_value=math.nan, samples=(sample,) * 2)
     finished = (
         FinishedAttempt(attempt=plan.attempts[0], outcome=SHORTAGE, attempt_dir=write_steps(tmp_path / "1", {1: 0.1, 2: 0.15, 3: 9.0})),
         FinishedAttempt(
