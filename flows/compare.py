@@ -10,7 +10,7 @@ from prefect import flow
 
 from tasks.artifacts import fetch_base_model, prepare_dataset
 from tasks.command_line import COMPARE, main
-from tasks.comparison import decide_order, next_run, resolve_comparison, variant_params
+from tasks.comparison import decide_order, next_run, predict_variants, resolve_comparison, variant_params
 from tasks.comparison_log import conclude_comparison
 from tasks.comparison_measures import ComparisonRecord, measure
 from tasks.errors import AttemptFailed
@@ -48,6 +48,7 @@ def compare(
     dataset = prepare_dataset(resolved, base_model, run.run_dir)
     setting = RunSetting(run=run, tracked=tracked, hardware=hardware, plan=plan, base_model=base_model, dataset=dataset)
     record_inputs(setting, resolved)
+    predict_variants(setting, resolved)
     finished = earlier_attempts(run)
     while attempt := next_run(plan, finished):
         own = variant_params(resolved, attempt.variant, attempt.seed)

@@ -1,6 +1,6 @@
 """Plan a comparison: which variant runs when, with which seed, and what is left to run. Pure, but for the task that logs it."""
 
-import functools
+import contextlib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -9,12 +9,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.errors import RefusedInput
+from tasks.errors import HalfstepError, RefusedInput
 from tasks.files import read_record, write_record
 from tasks.params import ComparisonParams, Params, with_overrides
 from tasks.precision import plan_precision
-from tasks.prediction import with_predictions
-from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, PrecisionPlan, Record, RuledOut
+from tasks.prediction import Forecast, Wanted, forecast_of_plan, longest_prompt
+from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, PrecisionPlan, Record, RuledOut, RunSetting
 from tasks.request import check_engine, resolve_params
 
 # what a variant may set; all else is the work, which is the same for all
@@ -158,15 +158,30 @@ def plan_comparison(hardware: Hardware, params: Params) -> PrecisionPlan:
 
 def predicted_comparison(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Callable[[str], None]) -> PrecisionPlan:
     """Return `plan` with each run's predicted peak, by its variant's own settings."""
-    predictions: dict[str, MemoryPrediction | None] = {}
-    once = functools.cache(say)  # of a base model that is not there, not for each variant again
-    for attempt in plan.attempts:
-        if attempt.variant not in predictions:
-            own = variant_params(params, attempt.variant, attempt.seed)
-            (predicted,) = with_predictions(plan.model_copy(update={"attempts": (attempt,)}), hardware, own, once).attempts
-            predictions[attempt.variant] = predicted.prediction
-    attempts = tuple(attempt.model_copy(update={"prediction": predictions[attempt.variant]}) for attempt in plan.attempts)
+    forecast, found = forecast_of_plan(hardware, params, say), dict[str, MemoryPrediction]()
+    for variant, wanted in _predict_together(forecast, plan, params).items():
+        try:
+            (found[variant],) = forecast.predict([wanted])
+        except HalfstepError as error:
+            say(f"{variant}: no peak is predicted: {error}")
+    attempts = tuple(attempt.model_copy(update={"prediction": found.get(attempt.variant)}) for attempt in plan.attempts)
     return plan.model_copy(update={"attempts": attempts})
+
+
+@task(cache_policy=NO_CACHE)
+def predict_variants(setting: RunSetting, params: Params) -> None:
+    """Have the peaks of all variants predicted, which predict_peak then finds."""
+    forecast = Forecast(setting.hardware, longest_prompt(setting.dataset.version.path), get_run_logger().info)
+    _predict_together(forecast, setting.plan, params)
+
+
+def _predict_together(forecast: Forecast, plan: PrecisionPlan, params: Params) -> dict[str, Wanted]:
+    """Predict all variants in one process and return what was wanted; what fails or comes after it is asked for again by itself."""
+    own = {attempt.variant: (variant_params(params, attempt.variant, attempt.seed), attempt) for attempt in plan.attempts}
+    wanted = {name: Wanted(its, one.precision, one.levers) for name, (its, one) in own.items() if its.memory.preflight != "off"}
+    with contextlib.suppress(HalfstepError):
+        forecast.predict(list(wanted.values()))
+    return wanted
 
 
 def run_order(asked: ComparisonParams) -> list[tuple[str, int]]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -39,54 +39,63 @@ ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTORCH_")
 Say = Callable[[str], None]
 
 
+class Wanted(NamedTuple):
+    """What a peak is predicted of."""
+
+    params: Params
+    precision: Precision
+    levers: MemoryLevers
+
+
 class Forecast(NamedTuple):
     """Predicts attempts on one machine, model and dataset; what it predicted before comes from ``state/predictions``."""
 
     hardware: Hardware
-    params: Params
     prompt_length: int
     say: Say
 
-    def predict(self, settings: list[tuple[Precision, MemoryLevers]]) -> list[MemoryPrediction]:
-        """Return the prediction of each setting beside what is available.
+    def predict(self, wanted: Sequence[Wanted]) -> list[MemoryPrediction]:
+        """Return each prediction beside what is available; one process makes all that are missing, and keeps each as it is made.
 
         Raises:
-            HalfstepError: the dry run failed; training may well work where it does.
+            HalfstepError: a dry run failed, and those after it were not made; training may well work where it does.
         """
-        training = self.params.training
-        requests = [
-            PeakRequest(
-                device_type=self.hardware.device_type,
-                precision=precision,
-                levers=levers,
-                prompt_length=self.prompt_length,
-                completion_length=levers.max_completion_length or training.max_completion_length,
-                beta=training.beta,
-                num_processes=training.num_processes,
-            )
-            for precision, levers in settings
-        ]
-        names = [f"{input_key(self._depends_on(request))}.json" for request in requests]
+        requests = [self._request(*one) for one in wanted]
+        configs = [model_config(one.params.base_model) for one in wanted]
+        names = [f"{input_key(self._depends_on(*pair))}.json" for pair in zip(requests, configs, strict=True)]
         missing = {name: request for name, request in zip(names, requests, strict=True) if _kept(name) is None}
         if missing:
             with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / "config.json").write_text(json.dumps(model_config(self.params.base_model)), encoding="utf-8")
+                (Path(folder) / "config.json").write_text(json.dumps(configs[0]), encoding="utf-8")
                 asked = PredictionRequest(base_model_dir=Path(folder), out_dir=PREDICTIONS_DIR.resolve(), peaks=missing)
                 ask_program("tasks.programs.predict_memory", asked, Path(folder), self.say)
-        return [self._beside_available(read_record(PREDICTIONS_DIR / name, MemoryPrediction)) for name in names]
+        kept = [read_record(PREDICTIONS_DIR / name, MemoryPrediction) for name in names]
+        return [self._beside_available(its, one.params) for its, one in zip(kept, wanted, strict=True)]
 
-    def _depends_on(self, request: PeakRequest) -> dict[str, object]:
+    def _request(self, params: Params, precision: Precision, levers: MemoryLevers) -> PeakRequest:
+        training = params.training
+        return PeakRequest(
+            device_type=self.hardware.device_type,
+            precision=precision,
+            levers=levers,
+            prompt_length=self.prompt_length,
+            completion_length=levers.max_completion_length or training.max_completion_length,
+            beta=training.beta,
+            num_processes=training.num_processes,
+        )
+
+    def _depends_on(self, request: PeakRequest, config: dict[str, object]) -> dict[str, object]:
         files = [(PROJECT_DIR / "tasks" / name).read_text(encoding="utf-8") for name in SOURCES]
         versions = [version(library) for library in ("torch", "transformers", "trl", "peft", "bitsandbytes")]
         facts: dict[str, object] = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions}
         facts["environment"] = {name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)}
-        return request.model_dump(mode="json") | facts | {"files": files, "model": model_config(self.params.base_model)}
+        return request.model_dump(mode="json") | facts | {"files": files, "model": config}
 
-    def _beside_available(self, prediction: MemoryPrediction) -> MemoryPrediction:
-        free, budget = self.hardware.memory_free_bytes, self.params.memory.budget_mb
+    def _beside_available(self, prediction: MemoryPrediction, params: Params) -> MemoryPrediction:
+        free, budget = self.hardware.memory_free_bytes, params.memory.budget_mb
         if self.hardware.device_type == "cpu":
             # all processes, their imports included, share the host's memory; a budget is each one's and begins after its imports
-            free = free // self.params.training.num_processes - prediction.import_bytes
+            free = free // params.training.num_processes - prediction.import_bytes
         available = free if budget is None else min(free, int(budget * MB))
         return prediction.model_copy(update={"available_bytes": available})
 
@@ -106,12 +115,12 @@ def predict_peak(attempt: Attempt, setting: RunSetting, params: Params) -> Attem
         return attempt
     # in a comparison no run is another's baseline
     baseline, precision = attempt if attempt.variant else setting.plan.attempts[0], attempt.precision
-    steps = [(change.lever, change.text, (precision, change.levers)) for change in changes(baseline.levers, attempt.levers)]
+    steps = [(change.lever, change.text, change.levers) for change in changes(baseline.levers, attempt.levers)]
     if precision != baseline.precision:
-        steps.insert(0, ("precision", f"{baseline.precision.label} -> {precision.label}", (precision, baseline.levers)))
-    settings = [(precision, attempt.levers), (baseline.precision, baseline.levers), *(setting for *_, setting in steps)]
+        steps.insert(0, ("precision", f"{baseline.precision.label} -> {precision.label}", baseline.levers))
+    wanted = [(precision, attempt.levers), (baseline.precision, baseline.levers), *((precision, levers) for *_, levers in steps)]
     try:
-        found = _of_run(setting, params, logger.info).predict(settings)
+        found = _of_run(setting, logger.info).predict([Wanted(params, *one) for one in wanted])
     except HalfstepError as error:
         logger.warning("%s: no peak is predicted: %s", attempt.name, error)
         return attempt
@@ -135,7 +144,7 @@ def what_would_fit(setting: RunSetting, params: Params, finished: tuple[Finished
     if not tried:
         return "No lever is left to pull: it takes more memory, or a smaller model"
     try:
-        found = _of_run(setting, params, get_run_logger().info).predict([(baseline.precision, levers) for levers in tried])
+        found = _of_run(setting, get_run_logger().info).predict([Wanted(params, baseline.precision, levers) for levers in tried])
     except HalfstepError as error:
         return f"What would fit could not be predicted: {error}"
 
@@ -154,27 +163,36 @@ def _has_compact_allocator(hardware: Hardware, params: Params) -> bool:
     return ENGINES[params.training.engine].has_compact_allocator(hardware)
 
 
-def _of_run(setting: RunSetting, params: Params, say: Say) -> Forecast:
-    prompt_length = read_record(setting.dataset.version.path / MANIFEST_FILE, DatasetManifest).longest_prompt
+def longest_prompt(dataset_dir: Path) -> int:
+    """Return the tokens of a built dataset's longest prompt."""
+    return read_record(dataset_dir / MANIFEST_FILE, DatasetManifest).longest_prompt
+
+
+def _of_run(setting: RunSetting, say: Say) -> Forecast:
     # what others hold may have changed since the flow began
     hardware = setting.hardware.model_copy(update={"memory_free_bytes": free_memory(setting.hardware)})
-    return Forecast(hardware, params, prompt_length, say)
+    return Forecast(hardware, longest_prompt(setting.dataset.version.path), say)
+
+
+def forecast_of_plan(hardware: Hardware, params: Params, say: Say) -> Forecast:
+    """Return what predicts the attempts of a plan, whose dataset may not be built yet; builds nothing."""
+    data = find_input(PROJECT_DIR, "datasets", dataset_spec(params.dataset, params.base_model), STORE_DIR)
+    longest = longest_prompt(data.path) if data else params.dataset.max_prompt_length
+    if data is None:
+        until = "may be too high until a first run builds it (that of params/retrain.yaml: make data)"
+        say(f"the dataset is not built yet: peaks are for prompts of {longest} tokens (dataset.max_prompt_length), and {until}")
+    return Forecast(hardware, longest, say)
 
 
 def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Say) -> PrecisionPlan:
     """Return `plan` with its attempts' predicted peaks and what each lever would free; builds nothing."""
     if params.memory.preflight == "off":
         return plan
-    data = find_input(PROJECT_DIR, "datasets", dataset_spec(params.dataset, params.base_model), STORE_DIR)
-    longest = read_record(data.path / MANIFEST_FILE, DatasetManifest).longest_prompt if data else params.dataset.max_prompt_length
-    if data is None:
-        until = "may be too high until a first run builds it (that of params/retrain.yaml: make data)"
-        say(f"the dataset is not built yet: peaks are for prompts of {longest} tokens (dataset.max_prompt_length), and {until}")
     alone = single_levers(plan.attempts[0].levers, _has_compact_allocator(hardware, params))
-    settings = [(attempt.precision, attempt.levers) for attempt in plan.attempts]
-    settings += [(plan.attempts[0].precision, change.levers) for change in alone]
+    wanted = [Wanted(params, attempt.precision, attempt.levers) for attempt in plan.attempts]
+    wanted += [Wanted(params, plan.attempts[0].precision, change.levers) for change in alone]
     try:
-        found = Forecast(hardware, params, longest, say).predict(settings)
+        found = forecast_of_plan(hardware, params, say).predict(wanted)
     except HalfstepError as error:
         say(f"no peak is predicted: {error}")
         return plan

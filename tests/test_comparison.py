@@ -1,29 +1,34 @@
 """The plan of a comparison: what is refused before any work starts, the order of the runs, and what is left to run."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.logging import disable_run_logger
 
-from tasks import comparison
+from tasks import comparison, prediction
 from tasks.comparison import (
     decide_order,
     last_starts,
     library_versions,
     next_run,
     plan_comparison,
+    predict_variants,
     predicted_comparison,
     resolve_comparison,
     run_order,
     variant_params,
 )
-from tasks.errors import RefusedInput
+from tasks.errors import ProgramFailed, RefusedInput
+from tasks.files import write_record
+from tasks.memory import MB
 from tasks.params import ComparisonParams, Params
-from tasks.records import Attempt, FinishedAttempt, Hardware, MemoryPrediction, Outcome, PrecisionPlan, Status
+from tasks.peak_memory import PredictionRequest
+from tasks.prediction import predict_peak
+from tasks.records import Attempt, FinishedAttempt, MemoryPrediction, Outcome, PrecisionPlan, Status
 from tasks.verdict import MIN_STEPS
 from tests.machines import hardware_of
+from tests.test_prediction import setting_of
 
 FILE = "params/compare.yaml"
 
@@ -99,20 +104,57 @@ def test_what_the_hardware_refuses_is_ruled_out_and_the_rest_is_run() -> None:
     assert refused.precision == "bf16" and "bf16" in refused.reason
 
 
-def test_each_run_is_predicted_with_its_variants_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = params_with(a={"precision.mode": "bf16"}, b={"precision.mode": "fp16", "memory.budget_mb": 20})
-    budgets: list[float | None] = []
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Precisions that each process was asked to predict; one that comes to fp16 fails there. A peak has as many bytes as LoRA ranks."""
+    requests: list[tuple[str, ...]] = []
 
-    def fake(plan: PrecisionPlan, hardware: Hardware, params: Params, say: object) -> PrecisionPlan:
-        budgets.append(params.memory.budget_mb)
-        peak = MemoryPrediction(peak_bytes=len(budgets), least_bytes=0, most_bytes=9, phase="forward", categories={}, phases={})
-        return plan.model_copy(update={"attempts": tuple(run.model_copy(update={"prediction": peak}) for run in plan.attempts)})
+    def program(module: str, request: PredictionRequest, work_dir: Path, say: object) -> None:
+        requests.append(tuple(peak.precision.label for peak in request.peaks.values()))
+        for name, peak in request.peaks.items():
+            if peak.precision.label == "fp16":
+                raise ProgramFailed("no dry run in fp16")
+            made = MemoryPrediction(
+                peak_bytes=peak.levers.lora_rank or 1, least_bytes=0, most_bytes=9, phase="load", categories={}, phases={}
+            )
+            write_record(request.out_dir / name, made)
 
-    monkeypatch.setattr(comparison, "with_predictions", fake)
-    machine = hardware_of("h100_x8")
-    plan = predicted_comparison(plan_comparison(machine, asked), machine, asked, print)
-    assert budgets == [None, 20]
-    assert [run.prediction.peak_bytes for run in plan.attempts if run.prediction] == [1, 2, 2, 1]
+    monkeypatch.setattr(prediction, "PREDICTIONS_DIR", tmp_path / "predictions")
+    monkeypatch.setattr(prediction, "ask_program", program)
+    return requests
+
+
+def peaks_of(plan: PrecisionPlan) -> list[tuple[int, int | None] | None]:
+    return [run.prediction and (run.prediction.peak_bytes, run.prediction.available_bytes) for run in plan.attempts]
+
+
+def test_one_process_predicts_every_variant_with_its_own_settings(asked: list[tuple[str, ...]]) -> None:
+    own = {"precision.mode": "fp32", "training.lora_rank": 8, "memory.budget_mb": 20}
+    params = params_with(a={"precision.mode": "bf16"}, b=own, c={"precision.mode": "fp32", "memory.preflight": "off"})
+    machine, said = hardware_of("h100_x8"), list[str]()
+    plan = predicted_comparison(plan_comparison(machine, params), machine, params, said.append)
+    assert asked == [("bf16", "fp32")]
+    whole, own_share = (1, machine.memory_free_bytes), (8, 20 * MB)
+    assert peaks_of(plan) == [whole, own_share, None, own_share, None, whole]
+    # that the dataset is not built
+    assert len(said) == 1
+
+
+def test_a_variant_that_cannot_be_predicted_costs_no_others_prediction(asked: list[tuple[str, ...]], tmp_path: Path) -> None:
+    params = params_with(a={"precision.mode": "bf16"}, b={"precision.mode": "fp16"}, c={"precision.mode": "fp32"})
+    machine, said = hardware_of("h100_x8"), list[str]()
+    plan = plan_comparison(machine, params)
+    found = predicted_comparison(plan, machine, params, said.append)
+    assert [bool(peak) for peak in peaks_of(found)] == [True, False, True, False, True, True]
+    assert [line for line in said if "no peak" in line] == ["b: no peak is predicted: no dry run in fp16"]
+    # as the flow does: all together, then each run for itself
+    asked.clear()
+    setting = setting_of(tmp_path, machine, plan)
+    with disable_run_logger():
+        predict_variants.fn(setting, params)
+        assert asked == [("bf16", "fp16", "fp32")]
+        runs = [predict_peak.fn(run, setting, variant_params(params, run.variant, run.seed)) for run in plan.attempts[:3]]
+    assert [bool(run.prediction) for run in runs] == [True, False, True]
 
 
 def test_a_machine_that_refuses_all_is_one_message() -> None:
@@ -148,18 +190,6 @@ def test_a_comparison_is_gone_on_with_on_its_own_machine_only(tmp_path: Path, mo
         monkeypatch.setattr(comparison, "library_versions", lambda: theirs)
         with pytest.raises(RefusedInput, match=r"begun on another machine or version, trl \(.*, here 9.9\)"):
             decide_order.fn(tmp_path, machine, params)
-
-
-def test_what_keeps_all_variants_from_a_prediction_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_a_model(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Callable[[str], None]) -> PrecisionPlan:
-        say("not built")
-        return plan
-
-    monkeypatch.setattr(comparison, "with_predictions", without_a_model)
-    asked = params_with(a={"precision.mode": "bf16"}, b={"precision.mode": "fp16"})
-    said: list[str] = []
-    predicted_comparison(plan_comparison(hardware_of("h100_x8"), asked), hardware_of("h100_x8"), asked, said.append)
-    assert said == ["not built"]
 
 
 @pytest.mark.parametrize(

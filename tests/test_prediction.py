@@ -1,6 +1,8 @@
 """What is predicted, what it is compared with, and when it is made again; the dry run itself is in tests/programs."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from prefect.logging import disable_run_logger
@@ -13,7 +15,7 @@ from tasks.memory import MB
 from tasks.params import Params
 from tasks.peak_memory import PredictionRequest
 from tasks.precision import plan_precision
-from tasks.prediction import Forecast, predict_peak, what_would_fit, with_predictions
+from tasks.prediction import Forecast, Wanted, predict_peak, what_would_fit, with_predictions
 from tasks.records import (
     ArtifactVersion,
     DatasetVersion,
@@ -22,7 +24,6 @@ from tasks.records import (
     MemoryLevers,
     MemoryPrediction,
     Outcome,
-    Precision,
     PrecisionPlan,
     RunSetting,
 )
@@ -57,13 +58,13 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PredictionReq
     return requests
 
 
-def forecast(machine: str = "cpu_epyc_9r14", **sections: object) -> Forecast:
-    return Forecast(hardware_of(machine), Params.model_validate(sections), 8, lambda line: None)
+def forecast(machine: str = "cpu_epyc_9r14") -> Forecast:
+    return Forecast(hardware_of(machine), 8, lambda line: None)
 
 
-def settings(**changed: object) -> list[tuple[Precision, MemoryLevers]]:
+def wanted(sections: Mapping[str, object] = MappingProxyType({}), **changed: object) -> list[Wanted]:
     planned = plan_precision(hardware_of("cpu_epyc_9r14"), Params()).attempts[0]
-    return [(planned.precision, planned.levers.model_copy(update=changed))]
+    return [Wanted(Params.model_validate(sections), planned.precision, planned.levers.model_copy(update=changed))]
 
 
 def setting_of(folder: Path, hardware: Hardware, plan: PrecisionPlan) -> RunSetting:
@@ -85,37 +86,37 @@ def test_what_is_available_is_the_budget_or_what_is_free_after_the_imports(tmp_p
     for machine, imports in (("tesla_t4", 0), ("cpu_epyc_9r14", 300 * MB)):
         free = hardware_of(machine).memory_free_bytes - imports
         for budget, found in ((None, free), (100.0, 100 * MB), (1e9, free)):
-            predicted = forecast(machine, memory={"budget_mb": budget}).predict(settings())
+            predicted = forecast(machine).predict(wanted({"memory": {"budget_mb": budget}}))
             assert predicted[0].available_bytes == found
 
 
 def test_a_prediction_is_made_once_for_what_it_depends_on(
     tmp_path: Path, asked: list[PredictionRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forecast().predict([*settings(), *settings(), *settings(per_device_train_batch_size=4)])
+    forecast().predict([*wanted(), *wanted(), *wanted(per_device_train_batch_size=4)])
     assert len(asked) == 1 and len(asked[0].peaks) == 2
-    forecast().predict(settings())
+    forecast().predict(wanted())
     assert len(asked) == 1
-    forecast(base_model={"source": "scratch", "num_hidden_layers": 3}).predict(settings())
-    forecast("cpu_xeon_8488c").predict(settings())
+    forecast().predict(wanted({"base_model": {"source": "scratch", "num_hidden_layers": 3}}))
+    forecast("cpu_xeon_8488c").predict(wanted())
     monkeypatch.setattr(prediction, "version", lambda library: "0.0")
-    forecast().predict(settings())
+    forecast().predict(wanted())
     assert len(asked) == 4
     for name, makes in (("OMP_NUM_THREADS", 1), ("MALLOC_ARENA_MAX", 1), ("A_NAME_OF_NO_MEANING", 0)):
         before = len(asked)
         monkeypatch.setenv(name, "3")
-        forecast().predict(settings())
+        forecast().predict(wanted())
         assert len(asked) == before + makes
     # set before torch is imported in the child, or when it starts
     assert {"programs/__init__.py", "programs/lifecycle.py"} <= set(prediction.SOURCES)
 
 
 def test_a_kept_prediction_that_cannot_be_read_is_made_again(tmp_path: Path, asked: list[PredictionRequest]) -> None:
-    forecast().predict(settings())
+    forecast().predict(wanted())
     (kept,) = (tmp_path / "predictions").iterdir()
     for broken in ("", "{", kept.read_text().replace("peak_bytes", "peak")):
         kept.write_text(broken)
-        assert forecast().predict(settings())[0].peak_bytes == MADE.peak_bytes
+        assert forecast().predict(wanted())[0].peak_bytes == MADE.peak_bytes
     assert len(asked) == 4
 
 
@@ -142,7 +143,7 @@ def test_several_processes_share_the_hosts_memory_and_have_a_device_each(tmp_pat
     training = {"strategy": "ddp", "num_processes": 4}
     for machine, shares in (("rtx_2080_ti_x4", 1), ("cpu_epyc_9r14", 4)):
         hardware = hardware_of(machine)
-        made = forecast(machine, training=training).predict(settings())
+        made = forecast(machine).predict(wanted({"training": training}))
         assert made[0].available_bytes == hardware.memory_free_bytes // shares - (300 * MB if shares > 1 else 0)
     assert all(peak.num_processes == 4 for request in asked for peak in request.peaks.values())
 
