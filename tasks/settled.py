@@ -4,7 +4,8 @@ A comparison rests in ``runs/<name>/comparison.json``. One without a verdict (to
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tasks.comparison import machine_differences, variant_params
 from tasks.comparison_measures import ComparisonRecord
 from tasks.errors import RefusedInput
 from tasks.files import read_record, write_record
+from tasks.next_attempt import SHORT
 from tasks.params import Params, differences, with_overrides
 from tasks.places import RUNS_DIR
 from tasks.precision import plan_precision
@@ -23,7 +25,8 @@ from tasks.records import Hardware, Record
 from tasks.run_folder import COMPARISON_FILE
 
 SETTLED_FILE = "settled.json"
-# what another number of steps, another seed or another question may differ in; the mode is what is looked for
+# what another number of steps, another seed or another question may differ in; the mode is what is looked for. A budget under which
+# a variant ran short is no such thing: under another the verdict could be another
 FREE_SECTIONS = ("memory", "evaluation", "comparison")
 FREE_FIELDS = frozenset(
     {
@@ -70,12 +73,15 @@ def settle(hardware: Hardware, params: Params) -> Settled:
     if params.precision.mode != "measured":
         return Settled()
     candidates = [_candidate(record, hardware, params) for record in _verdicts()]
-    fitting = next((candidate for candidate in candidates if not candidate.differences), None)
-    if fitting is None:
+    passed_over = list(takewhile(lambda candidate: candidate.differences, candidates))
+    if len(passed_over) == len(candidates):
         raise RefusedInput(_refusal(candidates))
-    record, variant, _ = fitting
+    record, variant, _ = candidates[len(passed_over)]
     verdict = record.measured.verdict
     because = f"precision.mode is 'measured': in comparison {record.run_name} {verdict.sentences[0].rstrip('.')}"
+    if passed_over:
+        told = f"{passed_over[0].record.run_name}, differs in {', '.join(passed_over[0].differences[:5])}"
+        because += f"; newer comparisons that do not fit: {len(passed_over)}, the last, {told}"
     if not verdict.left:
         raise RefusedInput(f"{because}; so none of its variants can be taken over: name a precision, or set precision.mode to 'auto'")
     if variant not in (verdict.best_overall, verdict.only_finished):
@@ -83,6 +89,8 @@ def settle(hardware: Hardware, params: Params) -> Settled:
     if variant is None:
         return Settled(overrides={"precision.mode": "auto"}, because=f"{because}, so that 'auto' decides")
     overrides = {path: value for path, value in record.params["comparison"]["variants"][variant].items() if path.startswith("precision.")}
+    if besides := [f"{path} {value}" for path, value in overrides.items() if path != "precision.mode"]:
+        because += f"; taken over with it: {', '.join(besides)}"
     return Settled(overrides={**overrides, "precision.mode": _params(record, variant).precision.mode}, because=because)
 
 
@@ -105,9 +113,7 @@ def _verdicts() -> Iterator[ComparisonRecord]:
 def _candidate(record: ComparisonRecord, hardware: Hardware, params: Params) -> _Candidate:
     verdict = record.measured.verdict
     variant = verdict.best_overall or verdict.only_finished or _instead_of_auto(record, hardware, params)
-    theirs = _params(record, variant)
-    taken = record.params["comparison"]["variants"].get(variant, {})
-    differences = [*machine_differences(record.hardware, hardware), *_setting_differences(theirs, params, taken)]
+    differences = [*machine_differences(record.hardware, hardware), *_setting_differences(record, variant, params)]
     return _Candidate(record, variant, tuple(differences))
 
 
@@ -125,8 +131,14 @@ def _params(record: ComparisonRecord, variant: str | None) -> Params:
     return variant_params(common, variant, common.comparison.seeds[0]) if variant else common
 
 
-def _setting_differences(theirs: Params, ours: Params, taken: Mapping[str, Any]) -> Iterator[str]:
-    for path, (there, here) in differences(theirs, ours).items():
-        free = path in FREE_FIELDS or path.split(".")[0] in FREE_SECTIONS or (path in taken and path.startswith("precision."))
-        if not free:
+def _setting_differences(record: ComparisonRecord, variant: str | None, ours: Params) -> Iterator[str]:
+    # what the variant sets is taken over in place of what all variants had in common, but of nothing else that was asked for
+    asked = differences(_params(record, None), ours)
+    taken = {path for path in record.params["comparison"]["variants"].get(variant, {}) if path.startswith("precision.")} - set(asked)
+    for path, (there, here) in differences(_params(record, variant), ours).items():
+        if not (path in FREE_FIELDS | taken or path.split(".")[0] in FREE_SECTIONS):
             yield f"{path} ({there}, asked {here})"
+    for short in dict.fromkeys(run.variant for run in record.measured.runs if run.status in SHORT):
+        there, here = (its.memory.budget_mb for its in (_params(record, short), ours))
+        if there != here:
+            yield f"memory.budget_mb ({there}, under which {short} ran out of memory, asked {here})"

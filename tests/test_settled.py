@@ -38,13 +38,15 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
         variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
         num_seeds: int = 3,
         diverged: str = "",
+        short: str = "",
         **overrides: Any,
     ) -> ComparisonRecord:
         asked = {"comparison.variants": variants, **{path.replace("__", "."): value for path, value in overrides.items()}}
         params = with_overrides(Params(), asked, "test")
         runs = tuple(comparison(np.random.default_rng(0), plants, num_seeds))
-        ended = {"status": "diverged", "measures": None, "correct": (), "base_correct": ()}
-        runs = tuple(run.model_copy(update=ended) if run.variant == diverged else run for run in runs)
+        nothing = {"measures": None, "correct": (), "base_correct": ()}
+        ends = {diverged: {"status": "diverged", **nothing}, short: {"status": "out_of_memory", **nothing}}
+        runs = tuple(run.model_copy(update=ends.get(run.variant, {})) for run in runs)
         version = ArtifactVersion(path=tmp_path, dvc_hash="0.dir", size_bytes=1, location="store:x")
         record = ComparisonRecord(
             run=run_folder(name, tmp_path),
@@ -85,7 +87,7 @@ def test_the_best_variants_precision_is_taken_over_whole_and_its_reason_is_told(
     plan = plan_precision(MACHINE, applied, found.because)
     assert plan.attempts[0].precision.label == "fp16" and plan.attempts[0].precision.grad_scaler
     assert plan.reason.startswith(
-        "precision.mode is 'measured': in comparison 20261201-a exact is best overall: wide shown worse in speed: "
+        "precision.mode is 'measured': in comparison 20261201-a exact is best overall: wide shown worse in speed; taken over "
     )
 
 
@@ -95,6 +97,40 @@ def test_the_only_variant_that_finished_is_taken_over_though_nothing_was_tested(
     assert found.overrides == {"precision.mode": "bf16"}
     told = "wide is the only one that neither ran out of memory nor diverged: exact diverged in 3 of 3 runs (counted, not tested)"
     assert told in found.because
+
+
+def test_a_budget_under_which_a_variant_ran_short_must_be_the_one_asked(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST}, short="wide", memory__budget_mb=500.0)
+    assert settle(MACHINE, asked(memory__budget_mb=500)).overrides["precision.mode"] == "fp16"
+    for other in (None, 600.0):
+        with pytest.raises(RefusedInput) as refused:
+            settle(MACHINE, asked(memory__budget_mb=other))
+        assert f"differs in memory.budget_mb (500.0, under which wide ran out of memory, asked {other})" in str(refused.value)
+    # a variant's own budget counts, and one under which another ran well does not
+    keep("20261202-b", {"wide": SLOW, "exact": FAST}, {**VARIANTS, "wide": {**VARIANTS["wide"], "memory.budget_mb": 9.0}}, short="wide")
+    assert settle(MACHINE, asked(memory__budget_mb=9)).overrides["precision.mode"] == "fp16"
+    with pytest.raises(RefusedInput, match=r"the nearest, 20261202-b, differs in memory\.budget_mb"):
+        settle(MACHINE, asked())
+
+
+def test_a_newer_comparison_that_does_not_fit_is_named_in_the_reason(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    assert "newer" not in settle(MACHINE, asked()).because
+    keep("20261202-b", {"wide": FAST, "exact": SLOW}, training__learning_rate=1e-3)
+    told = "; newer comparisons that do not fit: 1, the last, 20261202-b, differs in training.learning_rate (0.001, asked 2e-05)"
+    found = settle(MACHINE, asked())
+    assert "in comparison 20261201-a exact is best overall" in found.because and told in found.because
+    keep("20261203-c", {"wide": FAST, "exact": SLOW}, dataset__family="gcd")
+    told = "; newer comparisons that do not fit: 2, the last, 20261203-c, differs in dataset.family (gcd, asked chain_sum)"
+    assert told in settle(MACHINE, asked()).because
+
+
+def test_what_is_asked_beside_the_mode_is_not_replaced(keep: Keep) -> None:
+    keep("20261201-a", {"wide": SLOW, "exact": FAST})
+    assert "; taken over with it: precision.init_scale 512.0" in settle(MACHINE, asked()).because
+    assert settle(MACHINE, asked(precision__init_scale=512)).overrides["precision.init_scale"] == 512
+    with pytest.raises(RefusedInput, match=r"differs in precision.init_scale \(512.0, asked 1024.0\)"):
+        settle(MACHINE, asked(precision__init_scale=1024))
 
 
 def test_what_a_comparison_saw_fail_is_not_taken_by_way_of_auto(keep: Keep) -> None:
