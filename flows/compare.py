@@ -15,6 +15,7 @@ from tasks.comparison_log import conclude_comparison
 from tasks.comparison_measures import ComparisonRecord, measure
 from tasks.errors import AttemptFailed
 from tasks.hardware import detect_hardware
+from tasks.places import as_found
 from tasks.prediction import predict_peak
 from tasks.records import RunSetting
 from tasks.run_folder import earlier_attempts, open_run
@@ -58,7 +59,7 @@ def compare(
         finished = (*finished, done)
     record = conclude_comparison(setting, resolved, finished, measure(setting, resolved, finished))
     if all(run.status != "succeeded" for run in record.measured.runs):
-        raise AttemptFailed(f"no run of the comparison succeeded; what happened to each: runs/{record.run_name}/report.html")
+        raise AttemptFailed(f"no run of the comparison succeeded; what happened to each: {as_found(run.run_dir)}/report.html")
     return record
 
 

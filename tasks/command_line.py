@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 import sys
 import tempfile
 import textwrap
@@ -16,8 +17,8 @@ from tasks.comparison import plan_comparison, predicted_comparison, resolve_comp
 from tasks.comparison_measures import ComparisonRecord
 from tasks.errors import HalfstepError, RefusedInput
 from tasks.hardware import detect_hardware
-from tasks.params import Params, described_fields
-from tasks.places import RUNS_DIR
+from tasks.params import Params, RetryParams, described_fields
+from tasks.places import RUNS_DIR, as_found
 from tasks.precision import plan_precision
 from tasks.prediction import with_predictions
 from tasks.processes import run_in_own_session
@@ -100,9 +101,9 @@ def _run(flow: Callable[..., RunRecord | ComparisonRecord], asked: argparse.Name
         hardware, plan = _plan(params, command)
         print(plan.model_dump_json(indent=2) if asked.json else plan_text(hardware, plan))
         return 0
-    # a message of ours says all; any other exception keeps its traceback
+    # a message of ours says all, once and at the end; any other exception keeps its traceback
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logging.getLogger(name).addFilter(_without_traceback)
+        logging.getLogger(name).addFilter(_in_one_line)
     run_in_own_session()
     record = flow(**request)
     summary = (RUNS_DIR / record.run_name / "summary.txt").read_text(encoding="utf-8")
@@ -132,22 +133,27 @@ def _stopped_text(command: Command) -> str:
     attempts, again = earlier_attempts(folder), f"go on with: python -m flows.{command.flow} --resume {folder.name}"
     if command is COMPARE:
         num_done = sum(done.outcome.status != "cancelled" for done in attempts)
-        return f"stopped after {num_done} runs, which are kept in runs/{folder.name}; the one under way will be made again\n{again}"
+        return f"stopped after {num_done} runs, which are kept in {as_found(folder.run_dir)}; the one under way will be made again\n{again}"
     state = attempts[-1].outcome.last_state_dir if attempts else None
     kept = f"the training state of step {state_step(state)}" if state else "no training state yet"
     at = f" at step {attempts[-1].outcome.steps_done} of {attempts[-1].outcome.total_steps}" if attempts else " before training"
-    return f"stopped{at}; kept {kept} in runs/{folder.name}\n{again}"
+    return f"stopped{at}; kept {kept} in {as_found(folder.run_dir)}\n{again}"
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
+def _in_one_line(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], HalfstepError | KeyboardInterrupt):
         record.exc_info = record.exc_text = None
+    text = record.getMessage()
+    if not record.exc_info and text.startswith(("Encountered exception", "Finished in state Failed")):
+        # an exception's text comes with its ends of lines or, in a repr, with those escaped
+        record.msg, record.args = re.split(r"\n|\\n", text, maxsplit=1)[0], ()
     return True
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
+    described = [*described_fields(), *described_fields(RetryParams, "memory.retries[0].")]
     fields = "\n".join(
-        textwrap.fill(f"{path}  {text}", width=110, initial_indent="  ", subsequent_indent="      ") for path, text in described_fields()
+        textwrap.fill(f"{path}  {text}", width=110, initial_indent="  ", subsequent_indent="      ") for path, text in described
     )
     parser = argparse.ArgumentParser(
         prog=f"python -m flows.{command.flow}",

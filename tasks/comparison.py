@@ -87,7 +87,8 @@ def variant_params(params: Params, variant: str, seed: int | None) -> Params:
     for field in SAME_WORK:
         asked, found = getattr(common.training, field), getattr(own.training, field)
         if asked != found:
-            raise RefusedInput(f"{origin}: training.{field} {asked} -> {found} changes the work, which is the same for all variants")
+            named = field.replace("total_batch_size", "per_device_train_batch_size x gradient_accumulation_steps x num_processes")
+            raise RefusedInput(f"{origin}: training.{named} {asked} -> {found} changes the work, which is the same for all variants")
     return own
 
 

@@ -16,6 +16,7 @@ from tasks.comparison_report import figures, page, report_text, shown, time_text
 from tasks.errors import HalfstepError
 from tasks.files import write_aside, write_record
 from tasks.params import Params
+from tasks.places import RUNS_DIR, as_found
 from tasks.records import FinishedAttempt, RunSetting
 from tasks.run_folder import COMPARISON_FILE
 from tasks.run_log import NETWORK_RETRIES
@@ -55,9 +56,7 @@ def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[Fin
         log_comparison(setting.tracked, record, drawn, tuple(run_dir / name for name in ("report.html", "report.md", "summary.txt")))
     except HalfstepError as error:
         later = f"python -m flows.compare --resume {record.run_name}"
-        raise HalfstepError(
-            f"{error}\nThe comparison itself is done, see runs/{record.run_name}/report.html; log it with: {later}"
-        ) from error
+        raise HalfstepError(f"{error}\nThe comparison itself is done, see {as_found(run_dir)}/report.html; log it with: {later}") from error
     create_markdown_artifact(with_images(text, drawn), key="comparison", description=f"Comparison {record.run_name}")
     for done in finished:
         shutil.rmtree(done.attempt_dir / "checkpoint", ignore_errors=True)
@@ -81,5 +80,5 @@ def summary_text(record: ComparisonRecord) -> str:
         if run.what_happened
     ]
     lines.append(f"  time        {time_text(record)}")
-    lines.append(f"  look at     runs/{record.run_name}/report.html, and make ui, run {record.tracked.run_id}")
+    lines.append(f"  look at     {as_found(RUNS_DIR / record.run_name)}/report.html, and make ui, run {record.tracked.run_id}")
     return "\n".join(lines)

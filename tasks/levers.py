@@ -90,14 +90,21 @@ def single_levers(levers: MemoryLevers, compact: bool) -> list[Change]:
 
 
 def thriftier(levers: MemoryLevers, compact: bool) -> list[MemoryLevers]:
-    """Return levers that change more and more: each alone, then together, then as little as can be; LoRA changes the task and is last."""
+    """Return levers that change more and more: each alone, together, smaller step by step; LoRA changes the task and is last."""
     wanted = _wanted(levers, compact)
     rank, states = wanted.pop("lora_rank"), wanted.pop("optimizer_8bit")
-    together = list(accumulate(wanted.items(), lambda made, item: with_lever(made, *item), initial=levers))
-    small = with_lever(with_lever(together[-1], "rollout_batch_size", 1), "per_device_train_batch_size", 1)
-    alone = [with_lever(levers, field, value) for field, value in (*wanted.items(), ("optimizer_8bit", states))]
-    tried = [*alone, *together, small, with_lever(small, "optimizer_8bit", states), with_lever(small, "lora_rank", rank)]
+    tried = [with_lever(levers, field, value) for field, value in (*wanted.items(), ("optimizer_8bit", states))]
+    tried += accumulate(wanted.items(), lambda made, item: with_lever(made, *item), initial=levers)
+    while (smaller := _smaller(tried[-1])) != tried[-1]:
+        tried.append(smaller)
+    tried += [with_lever(tried[-1], "optimizer_8bit", states), with_lever(tried[-1], "lora_rank", rank)]
     return [one for one in dict.fromkeys(tried) if one != levers]
+
+
+def _smaller(levers: MemoryLevers) -> MemoryLevers:
+    wanted = _wanted(levers, compact=False)
+    chunk = with_lever(levers, "rollout_batch_size", wanted["rollout_batch_size"])
+    return with_lever(chunk, "per_device_train_batch_size", wanted["per_device_train_batch_size"])
 
 
 def _wanted(levers: MemoryLevers, compact: bool) -> dict[str, object]:

@@ -296,8 +296,8 @@ class Params(Section):
             if self.training.per_device_train_batch_size % (retry.micro_batch_divisor or 1):
                 raise ValueError(
                     f"memory.retries[{index}].micro_batch_divisor {retry.micro_batch_divisor} does not divide "
-                    f"training.per_device_train_batch_size {self.training.per_device_train_batch_size}; leave it null, or take "
-                    "one that does: 'memory.retries=[{micro_batch_divisor: 1}]'"
+                    f"training.per_device_train_batch_size {self.training.per_device_train_batch_size}; take one that does, or leave "
+                    "that entry's divisor out: by 2 then, or by the next that divides"
                 )
             if retry.max_completion_length and retry.max_completion_length >= self.training.max_completion_length:
                 found = f"{retry.max_completion_length} is not below training.max_completion_length {self.training.max_completion_length}"
@@ -327,7 +327,7 @@ def load_params(path: Path, overrides: tuple[str, ...] = ()) -> Params:
         raise RefusedInput(f"params file {path} must hold a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
-    return parse_params(tree, str(path))
+    return parse_params(tree, " ".join([str(path), *["with"] * bool(overrides), *overrides]))
 
 
 def parse_params(tree: dict[str, Any], origin: str) -> Params:
@@ -402,12 +402,18 @@ def _fault(details: ErrorDetails) -> str:
     location = ".".join(part for part in parts if part != "bool" and not part.startswith("literal[")) or "(whole file)"
     if details["type"] == "extra_forbidden":
         return f"{location}: unknown key{_nearest(location)}"
+    if details["type"] == "union_tag_invalid":
+        return f"{location}.source: must be one of {details['ctx']['expected_tags']}, found {details['ctx']['tag']!r}"
+    if details["type"] == "union_tag_not_found":
+        return f"{location}.source: is missing beside {', '.join(details['input'])}; see params/retrain.yaml and params/smoke.yaml"
     found = "" if isinstance(details["input"], dict | BaseModel) else f", found {details['input']!r}"
-    return f"{location}: {details['msg'].removeprefix('Value error, ')}{found}"
+    text = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable to")[0]
+    return f"{location}: {text}{found}"
 
 
 def _nearest(location: str) -> str:
-    known = [path for path, _ in described_fields()]
+    retry = re.match(r"memory\.retries\.\d+\.", location)
+    known = [path for path, _ in (described_fields(RetryParams, retry[0]) if retry else described_fields())]
     near = difflib.get_close_matches(location, known, n=1)
     section = location.rpartition(".")[0]
     inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]

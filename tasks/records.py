@@ -277,6 +277,8 @@ class Outcome(Record):
     @property
     def ending(self) -> str:
         """Return how the attempt ended and how far it came, such as 'ran out of device memory in forward, 3 of 100 steps'."""
+        if self.status == "skipped":
+            return "skipped, not tried"
         kind = f"{self.shortage} " if self.shortage else ""
         how = f"ran out of {kind}memory" if self.status == "out_of_memory" else self.status
         how += f" in {self.failure.phase}" if self.failure and self.failure.phase else ""

@@ -17,7 +17,7 @@ from tasks.attempt_files import unfinished_outcome
 from tasks.errors import RefusedInput
 from tasks.files import file_lock, read_record, write_aside, write_record
 from tasks.params import Params, differences, load_params
-from tasks.places import HOME_DIR, PROJECT_DIR, RUNS_DIR
+from tasks.places import PROJECT_DIR, RUNS_DIR, as_found
 from tasks.records import FinishedAttempt, Outcome, RunFolder, SourceVersion, TrainingJob
 
 PARAMS_FILE = "params.yaml"
@@ -55,7 +55,7 @@ def open_run(params: Params, resume: str | None) -> RunFolder:
     folder.run_dir.mkdir(parents=True)
     hold(folder)
     _write(folder, params)
-    get_run_logger().info("run %s in %s", name, folder.run_dir.relative_to(HOME_DIR))
+    get_run_logger().info("run %s in %s", name, as_found(folder.run_dir))
     return folder
 
 
@@ -92,16 +92,16 @@ def find_run(name: str, flow: str) -> RunFolder:
     run_dir = RUNS_DIR / Path(name).name
     if not (run_dir / "run_folder.json").is_file():
         known = sorted(path.parent.name for path in RUNS_DIR.glob("*/run_folder.json"))[-5:]
-        raise RefusedInput(f"--resume {name}: there is no such run in runs/; the newest are {', '.join(known) or 'none'}")
+        raise RefusedInput(f"--resume {name}: there is no such run in {as_found(RUNS_DIR)}/; the newest are {', '.join(known) or 'none'}")
     folder = read_record(run_dir / "run_folder.json", RunFolder)
     if folder.flow != flow:
         raise RefusedInput(f"--resume {name}: a run of another flow; go on with python -m flows.{folder.flow} --resume {name}")
     ended = run_dir / "run.json"
     if (run_dir / COMPARISON_FILE).is_file():
-        raise RefusedInput(f"--resume {name}: that comparison has come to its end; see runs/{run_dir.name}/summary.txt, or start a new one")
+        raise RefusedInput(f"--resume {name}: that comparison has come to its end; see {as_found(run_dir)}/summary.txt, or start a new one")
     # of any version's form
     if ended.is_file() and json.loads(ended.read_text(encoding="utf-8"))["status"] == "succeeded":
-        raise RefusedInput(f"--resume {name}: that run succeeded; see runs/{run_dir.name}/summary.txt, or start a new one")
+        raise RefusedInput(f"--resume {name}: that run succeeded; see {as_found(run_dir)}/summary.txt, or start a new one")
     return folder
 
 

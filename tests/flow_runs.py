@@ -46,7 +46,7 @@ class FlowRun:
     @property
     def run_dir(self) -> Path:
         """The run's folder, as the log names it."""
-        match = re.search(r"run (\S+) in runs/", self.stderr) or re.search(r"going on with run (\S+)", self.stderr)
+        match = re.search(r"run (\S+) in \S*runs/", self.stderr) or re.search(r"going on with run (\S+)", self.stderr)
         assert match, self.stderr[-3000:]
         return self.home / "runs" / match.group(1)
 

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from tasks.command_line import main
-from tasks.places import PROJECT_DIR
+from tasks.places import PROJECT_DIR, as_found
 
 SMOKE = ("--params", "params/smoke.yaml")
 
@@ -59,5 +60,11 @@ def test_plan_shows_hardware_attempts_and_reasons(capsys: pytest.CaptureFixture[
 
 def test_help_teaches_as_a_real_process() -> None:
     done = subprocess.run([sys.executable, "-m", "flows.retrain", "--help"], cwd=PROJECT_DIR, capture_output=True, text=True, check=True)
-    for words in ("--plan", "--resume", "examples:", "exit codes:", "training.max_steps", "memory.budget_mb"):
+    for words in ("--plan", "--resume", "examples:", "exit codes:", "training.max_steps", "memory.retries[0].precision"):
         assert words in done.stdout, words
+
+
+def test_a_message_names_a_run_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT_DIR)
+    assert as_found(PROJECT_DIR / "runs" / "mine") == "runs/mine"
+    assert as_found(Path("/elsewhere/runs/mine")) == "/elsewhere/runs/mine"

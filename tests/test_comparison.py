@@ -77,9 +77,9 @@ def test_a_variant_of_ones_own_is_any_setting() -> None:
         ({"overrides": ["comparison.variants.x={training.max_steps: 9}"]}, "training.max_steps 105 -> 9 changes the work"),
         (
             {"overrides": ["comparison.variants.x={training.per_device_train_batch_size: 8}"]},
-            "total_batch_size 32 -> 8 changes",
+            "training.per_device_train_batch_size x gradient_accumulation_steps x num_processes 32 -> 8 changes",
         ),
-        ({"overrides": ["comparison.variants.x={training.strategy: ddp, training.num_processes: 2}"]}, "total_batch_size 32 -> 64"),
+        ({"overrides": ["comparison.variants.x={training.strategy: ddp, training.num_processes: 2}"]}, "x num_processes 32 -> 64"),
         ({"overrides": ["comparison.variants.x={training.seed: 1}"]}, "training.seed 2 -> 1"),
         ({"overrides": ["comparison.variants.x={precision: {}}"]}, "x.precision: all variants do the same work"),
         ({"overrides": ["comparison.variants.x={dataset.seed: 4}"]}, "x.dataset.seed: all variants do the same work"),

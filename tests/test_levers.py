@@ -71,12 +71,19 @@ def test_what_might_fit_begins_with_single_levers_can_be_asked_for_and_changes_t
     pulled = [[change.lever for change in changes(baseline, levers)] for levers in ladder]
     exact = ["micro-batch", "gradient checkpointing", "rollout chunk", "compact allocator"]
     states = [*exact[:3], "8-bit optimizer states", exact[3]]
-    wider = [exact[:2], exact[:3], exact, exact, states, [*exact, "LoRA rank"]]
+    smaller = [exact] * 4
+    wider = [exact[:2], exact[:3], exact, *smaller, states, [*exact, "LoRA rank"]]
     assert pulled == [*([lever] for lever in (*exact, "8-bit optimizer states")), *wider]
     for levers in ladder:
         told = load_params(PROJECT_DIR / "params" / "retrain.yaml", tuple(overrides_text(levers, Params()).split()))
         assert baseline_levers(told) == levers
     assert overrides_text(ladder[0], Params()) == "training.per_device_train_batch_size=4 training.gradient_accumulation_steps=8"
+
+
+def test_what_might_fit_leaves_out_no_size_between_half_and_one() -> None:
+    levers = baseline_levers(params({"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2}))
+    sizes = [(one.per_device_train_batch_size, one.rollout_batch_size) for one in thriftier(levers, compact=True)]
+    assert list(dict.fromkeys(sizes)) == [(6, None), (12, None), (12, 12), (6, 12), (3, 6), (1, 3), (1, 1)]
 
 
 def test_what_might_fit_leaves_out_retries_that_could_not_divide_its_micro_batch() -> None:

@@ -46,6 +46,17 @@ def test_every_figure_of_a_verdict_is_in_mlflow(planted: FlowRun) -> None:
     every_figure_is_in_mlflow(planted)
 
 
+def test_a_retrain_run_takes_over_what_was_found_and_says_so(planted: FlowRun, flow_environment: dict[str, str]) -> None:
+    run = run_flow(flow_environment, *WORK, "training.max_steps=3", "precision.mode=measured")
+    assert run.returncode == 0, run.stderr[-3000:]
+    attempt = run.record.attempts[0].attempt
+    assert attempt.precision.label == "fp32"
+    assert f"precision.mode is 'measured': in comparison {planted.comparison.run_name} usual is best overall" in attempt.reason
+    assert "is best overall" in run.parent().data.tags["plan.reason"]
+    other = run_flow(flow_environment, *WORK, "training.max_steps=3", "precision.mode=measured", "training.learning_rate=2.0e-3")
+    assert other.returncode == 2 and "differs in training.learning_rate (0.001, asked 0.002)" in other.stderr
+
+
 def test_of_two_variants_that_are_the_same_none_is_best(flow_environment: dict[str, str]) -> None:
     same = "comparison.variants={one: {precision.mode: fp32}, other: {precision.mode: fp32}}"
     run = run_flow(flow_environment, *WORK, "training.max_steps=101", "comparison.seeds=[1, 2]", same, flow="compare")
@@ -58,17 +69,6 @@ def test_of_two_variants_that_are_the_same_none_is_best(flow_environment: dict[s
         for name in ("one", "other")
     )
     assert one == other
-
-
-def test_a_retrain_run_takes_over_what_was_found_and_says_so(planted: FlowRun, flow_environment: dict[str, str]) -> None:
-    run = run_flow(flow_environment, *WORK, "training.max_steps=3", "precision.mode=measured")
-    assert run.returncode == 0, run.stderr[-3000:]
-    attempt = run.record.attempts[0].attempt
-    assert attempt.precision.label == "fp32"
-    assert f"precision.mode is 'measured': in comparison {planted.comparison.run_name} usual is best overall" in attempt.reason
-    assert "is best overall" in run.parent().data.tags["plan.reason"]
-    other = run_flow(flow_environment, *WORK, "training.max_steps=3", "precision.mode=measured", "training.learning_rate=2.0e-3")
-    assert other.returncode == 2 and "differs in training.learning_rate (0.001, asked 0.002)" in other.stderr
 
 
 def test_a_comparison_of_which_no_run_succeeds_has_a_report_and_fails(flow_environment: dict[str, str]) -> None:

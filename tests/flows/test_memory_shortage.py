@@ -164,6 +164,8 @@ def test_what_cannot_fit_is_not_tried_and_the_run_says_what_would_fit(skipped_ru
     assert last.count("of 130 MB available: does not fit") == 2 and "train.log" not in last
     advice = re.search(r"By prediction this (?:would|might) fit: (training\.\S+(?: \S+=\S+)*)", last)
     assert advice, last
+    assert run.stderr.count("By prediction this") == 1, "Prefect's own lines repeat the message"
+    assert last.count(": skipped, not tried: predicted peak") == 2 and "skipped in backward" not in run.stderr
     told = load_params(ROOT / "params" / "smoke.yaml", (*TINY, *advice[1].split()))
     assert told.training.effective_batch_size == run.record.plan.attempts[0].levers.effective_batch_size
     assert f"--resume {run.run_dir.name} memory.budget_mb=" in last
