@@ -93,3 +93,14 @@ def test_false_alarms_where_no_size_is_too_small_to_matter(spreads: tuple[float,
             found += contrasts(block_tests(measure, dict(zip("abc", values.tolist(), strict=True))))
         alarms += any(contrast.shown for contrast in found)
     assert 0 < alarms <= share * number
+
+
+@pytest.mark.parametrize("logit", [-3.0, 3.0])
+def test_a_base_model_that_answers_once_for_many_seeds_is_not_called_worse_or_better_than_its_equal(logit: float) -> None:
+    """Hard or easy problems: of ten draws one or more is right, or wrong, more often than of the base model's one."""
+    rng, alarms, number = np.random.default_rng(0), 0, 200
+    for _ in range(number):
+        share = 1 / (1 + np.exp(-logit - 1.5 * rng.standard_normal(300)))
+        base, *draws = (rng.random((11, 300)) < share).tolist()
+        alarms += any(contrast.shown for contrast in contrasts(accuracy_tests({"a": draws}, {"a": [base] * 10})))
+    assert alarms <= 0.05 * number
