@@ -11,6 +11,7 @@ from tasks.errors import ScorerFailed
 from tasks.files import read_record
 from tasks.params import RewardParams
 from tasks.program_request import EvaluationBatch, EvaluationRequest, ModelAnswers, ask_program
+from tasks.programs import evaluate
 from tasks.programs.evaluate import answer_all, complete
 from tasks.programs.problems import EVAL_FILE, read_problems
 from tasks.records import Precision
@@ -54,6 +55,26 @@ def test_sampled_answers_are_the_same_for_the_same_model(scratch_model_dir: Path
     sampled, again, cooler, greedy = answers
     assert sampled == again
     assert sampled not in (cooler, greedy)
+
+
+def test_each_batch_takes_the_same_random_numbers_whatever_a_model_drew_before_it(
+    scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose answers are longer draws more in a batch, which must not change the numbers of the next."""
+    answers = []
+    for extra in (0, 3):
+
+        def drawing(*asked: Any, extra: int = extra) -> list[list[int]]:
+            found = complete(*asked)
+            torch.rand(extra)
+            return found
+
+        monkeypatch.setattr(evaluate, "complete", drawing)
+        asked = request(scratch_model_dir, byte_dataset_dir, temperature=1.0, out_file=tmp_path / f"{extra}.json")
+        answer_all(asked)
+        answers.append([answer.completion for answer in read_record(asked.out_file, ModelAnswers).answers])
+    assert len(answers[0]) > asked.batch_size
+    assert answers[0] == answers[1]
 
 
 def test_left_padding_does_not_change_an_answer(scratch_model_dir: Path, byte_dataset_dir: Path) -> None:
