@@ -7,7 +7,7 @@ from pydantic import Field
 from tasks.records import Record, Status
 
 Criterion = Literal["speed", "memory", "accuracy", "stability"]
-ComparedMeasure = Literal["step_time", "peak_memory", "curve_spread", "lost_steps", "accuracy"]
+ComparedMeasure = Literal["step_time", "peak_memory", "curve_spread", "lost_steps", "accuracy", "reward"]
 
 
 class RunMeasures(Record):
@@ -70,7 +70,7 @@ class Contrast(Record):
     measure: ComparedMeasure
     better: str = Field(description="by its mean; shown to be better only if `shown`")
     worse: str = Field(description="a variant, or 'the base model', which may be the better too")
-    effect: float = Field(description="worse / better; for lost steps and accuracy the difference in share, never negative")
+    effect: float = Field(description="worse / better; for lost steps, accuracy and reward the difference, never negative")
     low: float
     high: float
     p_value: float = Field(description="adjusted for every comparison of the verdict")

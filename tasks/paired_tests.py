@@ -62,6 +62,8 @@ SCALES: dict[ComparedMeasure, Scale] = {
     "curve_spread": Scale(is_ratio=True, floor=0.02, matters=0.10),
     "lost_steps": Scale(is_ratio=False, floor=0.01, matters=0.05),
     "accuracy": Scale(is_ratio=False, floor=0.005, matters=0.0),
+    # shares, too, with the built-in scorers
+    "reward": Scale(is_ratio=False, floor=0.01, matters=0.05),
 }
 
 
@@ -83,9 +85,10 @@ class PairTest:
 
 
 def block_tests(measure: ComparedMeasure, table: Table) -> list[PairTest]:
-    """Test each pair of variants; less is better. At least two variants and two seeds; values above 0 for a ratio."""
+    """Test each pair of variants; less is better, but of rewards more. At least two variants and two seeds; values above 0 for a ratio."""
     scale = SCALES[measure]
-    logs = {name: [math.log(value) if scale.is_ratio else value for value in values] for name, values in table.items()}
+    sign = -1 if measure == "reward" else 1
+    logs = {name: [math.log(value) if scale.is_ratio else sign * value for value in values] for name, values in table.items()}
     error, freedom = _pooled(logs, scale.floor)
     return [_pair_test(measure, one, logs[one], other, logs[other], error, freedom) for one, other in combinations(logs, 2)]
 

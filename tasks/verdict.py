@@ -2,11 +2,12 @@
 
 Best for a criterion is the variant shown to be better than every other (tasks.paired_tests says how, and how small a difference can be
 seen). Of two variants the first of accuracy, stability, speed and memory, in this order, that shows a difference decides, and best overall
-is the one that is ahead of every other in this way: time and memory do not buy a worse model. So nothing is best without an evaluation,
-nor below the base model, and a variant whose reward is lower is ahead in nothing but accuracy. A variant of which a run ran out of memory
-or diverged is a row of the report and never best; that is counted, not tested, so that one that is left alone is not called the best.
-What fails or is cancelled for another reason says nothing of the variant and takes its seed out for all. GRPO's loss is about 0 on policy
-by construction and is not used.
+is the one that is ahead of every other in this way: time and memory do not buy a worse model. Accuracy is that of the held-out problems
+and the reward at the end of training, which shows a model that gave up where a few dozen problems over a few seeds cannot. Nothing is
+best without an evaluation, nor below the base model, and a variant whose reward is lower is ahead in nothing but accuracy. A variant of
+which a run ran out of memory or diverged is a row of the report and never best; that is counted, not tested, so that one that is left
+alone is not called the best. What fails or is cancelled for another reason says nothing of the variant and takes its seed out for all.
+GRPO's loss is about 0 on policy by construction and is not used.
 """
 
 import math
@@ -163,7 +164,7 @@ def _open_pairs(variants: tuple[str, ...], shown: set[tuple[str, str]]) -> list[
 
 def _tests(criterion: Criterion, compared: Runs) -> list[PairTest]:
     if criterion == "accuracy":
-        return _accuracy_tests(compared)
+        return [*_accuracy_tests(compared), *_reward_tests(compared)]
     if len(compared) < 2:
         return []
     if criterion == "speed":
@@ -207,6 +208,11 @@ def _accuracy_tests(compared: Runs) -> list[PairTest]:
     correct = {name: [run.correct for run in of_variant] for name, of_variant in compared.items()}
     base = {name: [run.base_correct for run in of_variant] for name, of_variant in compared.items()}
     return accuracy_tests(correct, base if all(run.base_correct for run in runs) else {})
+
+
+def _reward_tests(compared: Runs) -> list[PairTest]:
+    known = all(measures.reward is not None for of_variant in compared.values() for measures in _measures(of_variant))
+    return block_tests("reward", _table(compared, "reward")) if known and len(compared) > 1 else []
 
 
 def _measures(runs: Sequence[MeasuredRun]) -> list[RunMeasures]:

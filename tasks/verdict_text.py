@@ -39,16 +39,16 @@ def joined(names: Sequence[str]) -> str:
 def contrast_text(contrast: Contrast) -> str:
     """Return what two variants differ by, with interval and p."""
     better, worse, scale = contrast.better, contrast.worse, SCALES[contrast.measure]
-    factor, unit = (1, "times") if scale.is_ratio else (100, "points")
-    size = f"{factor * contrast.effect:.{2 if scale.is_ratio else 1}f} {unit}"
+    factor, digits, unit = (1, 2, " times") if scale.is_ratio else (1, 3, "") if contrast.measure == "reward" else (100, 1, " points")
+    size = f"{factor * contrast.effect:.{digits}f}{unit}"
     said = {
         "step_time": f"{worse} takes {size} the step time of {better}",
         "peak_memory": f"{worse} takes {size} the peak memory of {better}",
         "curve_spread": f"the curves of {worse} spread {size} as wide as those of {better}",
         "lost_steps": f"{worse} loses {size} more of its steps than {better}",
         "accuracy": f"{better} solves {size} more of the problems than {worse}",
+        "reward": f"{better} ends at a reward {size} above that of {worse}",
     }[contrast.measure]
-    digits = 2 if scale.is_ratio else 1
     interval = f"{factor * contrast.low:.{digits}f} to {factor * contrast.high:.{digits}f}"
     p_value = "p < 0.001" if contrast.p_value < 0.001 else f"p = {contrast.p_value:.2g}"
     significant = contrast.p_value <= ALPHA and not contrast.shown

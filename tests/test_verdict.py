@@ -210,7 +210,25 @@ def test_narrow_curves_of_a_policy_that_gave_up_are_not_called_stable() -> None:
     assert finding(judge([*three_seeds("bf16"), *three_seeds("fp16", **spreads)]), "stability").best == "fp16"
     # it writes short answers, too
     fast = judge([*three_seeds("bf16"), *three_seeds("fp16", reward=0.1, step_time_ms=100, peak_memory_mb=300)])
-    assert (fast.best_overall, [item.best for item in fast.findings]) == (None, [None] * 4)
+    assert (fast.best_overall, [item.best for item in fast.findings]) == ("bf16", ["bf16", None, None, None])
+
+
+def test_a_reward_that_collapsed_is_a_worse_model_where_few_problems_cannot_show_it() -> None:
+    """Three runs of 46.7, 53.3 and 31.7 % against none solved: too few seeds for so wide a spread (seen in a comparison)."""
+
+    def solved(variant: str, *counts: int, **changed: float) -> list[MeasuredRun]:
+        answers = [tuple(at < count for at in range(60)) for count in counts]
+        pairs = zip(three_seeds(variant, **changed), answers, strict=True)
+        return [item.model_copy(update={"correct": own, "base_correct": (False,) * 60}) for item, own in pairs]
+
+    verdict = judge([*solved("usual", 28, 32, 19, reward=0.88), *solved("ruinous", 0, 0, 0, reward=0.0)])
+    found = finding(verdict, "accuracy")
+    assert [(one.measure, one.better) for one in found.contrasts if one.shown] == [("reward", "usual")]
+    assert (verdict.best_overall, found.best) == ("usual", "usual")
+    assert "usual ends at a reward 0.880 above that of ruinous" in found.sentence
+    hacked = judge([*solved("usual", 50, 52, 51, reward=0.5), *solved("hacking", 0, 1, 0, reward=0.9)])
+    assert "between usual and hacking one measure speaks against the other" in finding(hacked, "accuracy").sentence
+    assert hacked.best_overall is None
 
 
 def test_many_variants_are_not_all_said_in_one_sentence() -> None:
