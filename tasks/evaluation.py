@@ -100,12 +100,8 @@ def evaluation_request(setting: RunSetting, params: Params, precision: Precision
         model_dir=model_dir.resolve(),
         dataset_dir=setting.dataset.version.path.resolve(),
         out_file=out_file.resolve(),
-        dataset=params.dataset,
-        reward=params.reward,
         precision=precision,
-        batch_size=params.evaluation.batch_size,
-        max_new_tokens=params.training.max_completion_length,
-        temperature=params.evaluation.temperature,
+        params=params,
     )
 
 
@@ -134,8 +130,10 @@ def base_request(setting: RunSetting, params: Params, precision: Precision, out_
     # as those of a scorer of the user's own do
     if params.reward.scorer not in BUILT_IN_SCORERS:
         return request
-    asked = request.model_dump(mode="json", exclude={"model_dir", "dataset_dir", "out_file"})
+    asked = params.evaluation.model_dump(include={"batch_size", "temperature"})
+    asked |= params.model_dump(mode="json", include={"dataset", "reward"})
     facts: dict[str, object] = {library: version(library) for library in ("torch", "transformers")}
+    facts |= {"precision": precision.model_dump(mode="json"), "max_new_tokens": params.training.max_completion_length}
     facts |= {"base_model": setting.base_model.dvc_hash, "dataset": setting.dataset.version.dvc_hash}
     facts |= {"device": setting.hardware.device_name, "format_version": FORMAT_VERSION}
     return request.model_copy(update={"out_file": STATE_DIR / "evaluations" / f"base-{input_key(asked | facts)}.json"})

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tasks.errors import HalfstepError, ProgramFailed, RefusedInput
 from tasks.files import GrowingFile, read_record, write_record
-from tasks.params import DatasetParams, RewardParams
+from tasks.params import Params
 from tasks.processes import run_program
 from tasks.records import Precision, Record
 
@@ -30,12 +30,8 @@ class EvaluationRequest(Record):
     model_dir: Path
     dataset_dir: Path
     out_file: Path
-    dataset: DatasetParams
-    reward: RewardParams
     precision: Precision
-    batch_size: int = Field(ge=1, description="problems answered at once")
-    max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(default=0.0, ge=0, description="0: greedy")
+    params: Params
 
 
 class EvaluationBatch(Record):

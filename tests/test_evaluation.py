@@ -117,7 +117,7 @@ def test_base_answers_are_kept_and_used_again(
         assert found.base.num_problems == 12 and found.p_value == 1.0 and found.base == found.tuned
         requests = read_record(tmp_path / name / "evaluation" / REQUEST_FILE, EvaluationBatch).requests
         assert len(requests) == num_asked
-        assert all(request.precision == BF16 and request.max_new_tokens == 4 for request in requests)
+        assert all(request.precision == BF16 and request.params.training.max_completion_length == 4 for request in requests)
 
 
 def test_kept_answers_stand_for_everything_they_depend_on(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def answer_all(request: EvaluationRequest) -> None:
         PrecisionMismatch: what was observed is not the precision asked for.
         ScorerFailed: the scorer failed on an answer.
     """
-    problems = read_problems(request.dataset_dir / EVAL_FILE)
-    scorer = load_scorer(request.reward, request.dataset)
+    problems, size = read_problems(request.dataset_dir / EVAL_FILE), request.params.evaluation.batch_size
+    scorer = load_scorer(request.params.reward, request.params.dataset)
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir, padding_side="left", local_files_only=True)
     device_type, dtype = detect_device_type(), request.precision.autocast_dtype
     model = AutoModelForCausalLM.from_pretrained(
@@ -56,8 +56,8 @@ def answer_all(request: EvaluationRequest) -> None:
     completions: list[list[int]] = []
     times: list[float] = []
     with fast_half_matmul(device_type, dtype):
-        for start in range(0, len(problems), request.batch_size):
-            prompts = [problem.prompt for problem in problems[start : start + request.batch_size]]
+        for start in range(0, len(problems), size):
+            prompts = [problem.prompt for problem in problems[start : start + size]]
             # so that models differ by their weights and not by their luck; each batch anew, as they may draw more or less in one
             torch.manual_seed(SAMPLING_SEED + start)
             started = time.perf_counter()
@@ -81,14 +81,14 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     dtype, mixed = getattr(torch, request.precision.autocast_dtype), request.precision.mixed_precision != "no"
     sampling: dict[str, Any] = {"do_sample": False}
-    if request.temperature:
+    if request.params.evaluation.temperature:
         # as training's rollout samples; generate would take the 50 likeliest, or what the model's folder says
-        sampling = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": request.params.evaluation.temperature, "top_k": 0, "top_p": 1.0}
     # not inference_mode: under it whole linear layers reach a dispatch mode, and fast_half_matmul would let them pass
     with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=mixed):
         ids = model.generate(
             **batch,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=request.params.training.max_completion_length,
             **sampling,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.errors import ScorerFailed
 from tasks.files import read_record
-from tasks.params import RewardParams
+from tasks.params import EvaluationParams, Params, RewardParams, TrainingParams
 from tasks.program_request import EvaluationBatch, EvaluationRequest, ModelAnswers, ask_program
 from tasks.programs import evaluate
 from tasks.programs.evaluate import answer_all, complete
@@ -25,9 +25,15 @@ PRECISIONS = {
 
 
 def request(model_dir: Path, dataset_dir: Path, dtype: str = "float32", **fields: Any) -> EvaluationRequest:
-    defaults = {"reward": RewardParams(scorer="byte_share"), "batch_size": 5, "max_new_tokens": 6, "out_file": Path("unused")}
+    asked = {"reward": RewardParams(scorer="byte_share"), "tokens": 6, "temperature": 0.0, "out_file": Path("unused"), **fields}
+    params = Params(
+        dataset=BYTE_PROMPTS,
+        reward=asked["reward"],
+        training=TrainingParams(max_completion_length=asked["tokens"]),
+        evaluation=EvaluationParams(batch_size=5, temperature=asked["temperature"]),
+    )
     return EvaluationRequest(
-        model_dir=model_dir, dataset_dir=dataset_dir, dataset=BYTE_PROMPTS, precision=PRECISIONS[dtype], **{**defaults, **fields}
+        model_dir=model_dir, dataset_dir=dataset_dir, out_file=asked["out_file"], precision=PRECISIONS[dtype], params=params
     )
 
 
@@ -109,7 +115,7 @@ def test_smollm2_ends_its_answers(smollm2_dir: Path, byte_dataset_dir: Path) -> 
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16)
     messages = [[{"role": "user", "content": text}] for text in ("Say hello.", "State the final answer: 2 + 2 =")]
     prompts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = complete(model, tokenizer, prompts, request(smollm2_dir, byte_dataset_dir, "bfloat16", max_new_tokens=32))
+    ids = complete(model, tokenizer, prompts, request(smollm2_dir, byte_dataset_dir, "bfloat16", tokens=32))
     assert any(row[-1] == tokenizer.eos_token_id for row in ids)
     assert all(row.count(tokenizer.eos_token_id) <= 1 for row in ids)
 
@@ -117,7 +123,7 @@ def test_smollm2_ends_its_answers(smollm2_dir: Path, byte_dataset_dir: Path) -> 
 def test_a_faulty_scorer_ends_it_with_the_row(scratch_model_dir: Path, byte_dataset_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def score(completions, questions, answers):\n    return [0.5] * 11 + [float('nan')]\n")
     reward = RewardParams(scorer=f"{tmp_path / 'own.py'}:score")
-    asked = request(scratch_model_dir, byte_dataset_dir, reward=reward, max_new_tokens=1, out_file=tmp_path / "answers.json")
+    asked = request(scratch_model_dir, byte_dataset_dir, reward=reward, tokens=1, out_file=tmp_path / "answers.json")
     with pytest.raises(ScorerFailed, match="row 11: the score is nan"):
         answer_all(asked)
     assert not asked.out_file.exists()
