@@ -25,7 +25,7 @@ from tasks.programs.half_precision import read_head_once
 from tasks.programs.mismatch import MismatchMeter, NonFiniteLogits, SamplingRecorder
 from tasks.programs.observation import RANGE_PROBLEM, GradientScan, first_non_finite_layer, muted_observers, scan_gradients
 from tasks.programs.step_watch import StepWatch
-from tasks.records import MemoryLevers, Precision
+from tasks.records import Attempt
 
 NUM_STATES_KEPT = 2
 SCALER_ARGUMENTS = {"init_scale", "growth_interval", "growth_factor", "backoff_factor"}
@@ -35,26 +35,22 @@ THE_LOSS = "the loss itself"
 class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer that runs the precision it was given and says where it is.
 
-    `states_dir` receives whole training states: each is written aside and renamed, the last two are kept.
+    ``args.output_dir`` receives whole training states: each is written aside and renamed, the last two are kept.
     """
 
     def __init__(
         self,
         *args: Any,
-        precision: Precision,
+        attempt: Attempt,
         scaler_params: PrecisionParams,
-        levers: MemoryLevers,
         watch: StepWatch,
-        states_dir: Path,
         **kwargs: Any,
     ) -> None:
         # set first: the base constructor calls create_accelerator_and_postprocess
-        self.precision = precision
+        self.precision, self._levers = attempt.precision, attempt.levers
         self._scaler_params = scaler_params
-        self._levers = levers
         self.watch = watch
         self.model_wrapped: Any = None
-        self._states_dir = states_dir
         self.state_owed = False
         self._train_log_probs: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
@@ -184,7 +180,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Write none: the run's record says what the checkpoint is."""
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._states_dir / ".writing")
+        return str(Path(self.args.output_dir, ".writing"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # a state stands for steps that trained: what goes on from it must not count a skipped step as done
@@ -201,11 +197,11 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.watch.phase = "optimizer"
 
     def _keep_state(self) -> None:
-        name = f"{STATE_PREFIX}{self.state.global_step}"
-        write_record(self._states_dir / ".writing" / name / LEVERS_FILE, self._levers)
-        shutil.rmtree(self._states_dir / name, ignore_errors=True)
-        (self._states_dir / ".writing" / name).rename(self._states_dir / name)
-        for old in training_states(self._states_dir)[:-NUM_STATES_KEPT]:
+        states_dir, name = Path(self.args.output_dir), f"{STATE_PREFIX}{self.state.global_step}"
+        write_record(states_dir / ".writing" / name / LEVERS_FILE, self._levers)
+        shutil.rmtree(states_dir / name, ignore_errors=True)
+        (states_dir / ".writing" / name).rename(states_dir / name)
+        for old in training_states(states_dir)[:-NUM_STATES_KEPT]:
             shutil.rmtree(old)
 
 

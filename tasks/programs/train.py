@@ -102,12 +102,10 @@ class TrainingRun:
             args=grpo_config(attempt, self.params.training, self.states_dir, self.device_type),
             train_dataset=datasets.Dataset.from_list([asdict(row) for row in problems]),
             processing_class=AutoTokenizer.from_pretrained(self.job.base_model_dir, padding_side="left", local_files_only=True),
-            precision=attempt.precision,
+            attempt=attempt,
             scaler_params=self.params.precision,
             peft_config=lora_config(attempt.levers, self.params.training.lora_alpha),
-            levers=attempt.levers,
             watch=self.watch,
-            states_dir=self.states_dir,
         )
         self.trainer = trainer
         self.observer.attach(trainer.model)
