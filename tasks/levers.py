@@ -8,15 +8,7 @@ from tasks.records import MemoryLevers
 
 # rank of the adapters that a suggestion names
 LORA_RANK = 16
-LEVER_NAMES = {
-    "per_device_train_batch_size": "micro-batch",
-    "gradient_checkpointing": "gradient checkpointing",
-    "rollout_batch_size": "rollout chunk",
-    "optimizer_8bit": "8-bit optimizer states",
-    "compact_allocator": "compact allocator",
-    "lora_rank": "LoRA rank",
-    "max_completion_length": "completion length",
-}
+LEVER_NAMES = {name: field.title for name, field in MemoryLevers.model_fields.items() if field.title}
 TASK_CHANGING = {"LoRA rank", "completion length"}
 
 

@@ -98,16 +98,16 @@ class Precision(Record):
 
 
 class MemoryLevers(Record):
-    """Settings that lower peak memory; the effective batch is the same in every attempt."""
+    """Settings that lower peak memory, each by its title; the effective batch is the same in every attempt."""
 
-    per_device_train_batch_size: int = Field(ge=1, description="completions in one micro-batch")
+    per_device_train_batch_size: int = Field(ge=1, title="micro-batch", description="completions")
     gradient_accumulation_steps: int = Field(ge=1)
-    gradient_checkpointing: bool
-    rollout_batch_size: int | None = Field(default=None, ge=1, description="completions generated at once; null: all of a step")
-    optimizer_8bit: bool = Field(default=False, description="AdamW's two states in 8 bits a value instead of 32")
-    compact_allocator: bool = Field(default=False, description="the allocator gives freed memory back, or grows segments in place")
-    lora_rank: int | None = Field(default=None, ge=1, description="trains adapters of this rank on 16-bit weights; null: all weights")
-    max_completion_length: int | None = Field(default=None, ge=1, description="tokens; null: training.max_completion_length")
+    gradient_checkpointing: bool = Field(title="gradient checkpointing")
+    rollout_batch_size: int | None = Field(default=None, ge=1, title="rollout chunk", description="completions; null: all of a step")
+    optimizer_8bit: bool = Field(default=False, title="8-bit optimizer states", description="of AdamW: 8 bits a value instead of 32")
+    compact_allocator: bool = Field(default=False, title="compact allocator", description="gives freed memory back, or grows in place")
+    lora_rank: int | None = Field(default=None, ge=1, title="LoRA rank", description="adapters on 16-bit weights; null: all weights")
+    max_completion_length: int | None = Field(default=None, ge=1, title="completion length", description="tokens; null: the params'")
 
     @property
     def effective_batch_size(self) -> int:

@@ -2,6 +2,7 @@
 
 import textwrap
 
+from tasks.levers import LEVER_NAMES
 from tasks.memory import MB
 from tasks.params import Params
 from tasks.records import Evaluation, FinishedAttempt, Hardware, LeverEffect, MemoryLevers, MemoryPrediction, PrecisionPlan, RunRecord
@@ -70,14 +71,10 @@ def overrides_text(levers: MemoryLevers, params: Params) -> str:
 
 def levers_text(levers: MemoryLevers) -> str:
     """Return an attempt's levers in a few words."""
-    size = f"micro-batch {levers.per_device_train_batch_size} x {levers.gradient_accumulation_steps}"
-    parts = [size, f"gradient checkpointing {'on' if levers.gradient_checkpointing else 'off'}"]
-    parts += [f"rollout chunk {levers.rollout_batch_size}"] if levers.rollout_batch_size else []
-    parts += ["8-bit optimizer states"] if levers.optimizer_8bit else []
-    parts += ["compact allocator"] if levers.compact_allocator else []
-    parts += [f"LoRA rank {levers.lora_rank}"] if levers.lora_rank else []
-    parts += [f"completions of {levers.max_completion_length} tokens"] if levers.max_completion_length else []
-    return ", ".join(parts)
+    size = f"{levers.per_device_train_batch_size} x {levers.gradient_accumulation_steps}"
+    checkpointing = "on" if levers.gradient_checkpointing else "off"
+    values = levers.model_dump() | {"per_device_train_batch_size": size, "gradient_checkpointing": checkpointing}
+    return ", ".join(name if values[field] is True else f"{name} {values[field]}" for field, name in LEVER_NAMES.items() if values[field])
 
 
 def summary_text(record: RunRecord, steps: list[dict[str, float]], took: str) -> str:
