@@ -38,14 +38,7 @@ class MeteredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     ``args.output_dir`` receives whole training states: each is written aside and renamed, the last two are kept.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        attempt: Attempt,
-        scaler_params: PrecisionParams,
-        watch: StepWatch,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, attempt: Attempt, scaler_params: PrecisionParams, watch: StepWatch, **kwargs: Any) -> None:
         # set first: the base constructor calls create_accelerator_and_postprocess
         self.precision, self._levers = attempt.precision, attempt.levers
         self._scaler_params = scaler_params
