@@ -22,6 +22,8 @@ from tasks.run_folder import COMPARISON_FILE
 from tasks.run_log import NETWORK_RETRIES
 from tasks.tracking.comparisons import log_comparison
 
+# no curves are drawn of runs without a step
+LOGGED = ("report.html", "report.md", "summary.txt", "curves")
 SUMMARY_MEASURES = {"reward": "reward", "accuracy": "accuracy", "step_time_ms": "ms a step", "peak_memory_mb": "MB at the peak"}
 
 
@@ -53,7 +55,7 @@ def conclude_comparison(setting: RunSetting, params: Params, finished: tuple[Fin
     try:
         for done in finished:
             deliver(setting.tracked, done, get_run_logger().warning)
-        log_comparison(setting.tracked, record, drawn, tuple(run_dir / name for name in ("report.html", "report.md", "summary.txt")))
+        log_comparison(setting.tracked, record, [path for name in LOGGED if (path := run_dir / name).exists()])
     except HalfstepError as error:
         later = f"python -m flows.compare --resume {record.run_name}"
         raise HalfstepError(f"{error}\nThe comparison itself is done, see {as_found(run_dir)}/report.html; log it with: {later}") from error

@@ -95,7 +95,9 @@ def run_values(run: MeasuredRun) -> dict[str, float]:
     """Return the measures of one run that have a value; none of a run that failed."""
     if run.measures is None:
         return {}
-    known = run.measures.model_dump(exclude={"peak_memory_mb_by_device"})
+    known = run.measures.model_dump(exclude={"peak_memory_mb_by_device", "accuracy"})
+    if its := run.measures.accuracy:
+        known |= {"accuracy": its.share, "accuracy_low": its.low, "accuracy_high": its.high, "num_problems": its.num_problems}
     known |= {f"{DEVICE_PEAK}{at}": peak for at, peak in enumerate(run.measures.peak_memory_mb_by_device)}
     return {name: float(value) for name, value in known.items() if value is not None}
 

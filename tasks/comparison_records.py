@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tasks.records import Record, Status
+from tasks.records import Accuracy, Record, Status
 
 Criterion = Literal["speed", "memory", "accuracy", "stability"]
 ComparedMeasure = Literal["step_time", "peak_memory", "curve_spread", "lost_steps", "accuracy", "reward"]
@@ -18,10 +18,7 @@ class RunMeasures(Record):
 
     warmup_steps: int = Field(ge=0, description="steps left out at the start")
     measured_steps: int = Field(ge=1)
-    accuracy: float | None = Field(default=None, title="held-out accuracy", description="share solved; null: not evaluated")
-    accuracy_low: float | None = Field(default=None, description="95 % Wilson interval")
-    accuracy_high: float | None = None
-    num_problems: int | None = None
+    accuracy: Accuracy | None = Field(default=None, title="held-out accuracy", description="null: not evaluated")
     reward: float | None = Field(title="reward, mean of the last fifth", description="null: not logged, as below")
     step_time_ms: float = Field(title="ms a step, median", description="as all times and rates here")
     step_time_ms_p95: float = Field(title="ms a step, 95th percentile")
@@ -86,10 +83,7 @@ class Finding(Record):
     criterion: Criterion
     best: str | None = Field(description="shown to be better than every other variant that finished; null: no such variant")
     sentence: str
-    effect: float | None = Field(default=None, description="of the contrast that decides: best against the next, or the widest")
-    low: float | None = None
-    high: float | None = None
-    p_value: float | None = None
+    decides: Contrast | None = Field(default=None, description="the best against the next, or the surest; null: nothing was tested")
     contrasts: tuple[Contrast, ...] = ()
 
     def beats(self, one: str, other: str) -> bool:
@@ -111,4 +105,4 @@ class Verdict(Record):
     @property
     def settles_something(self) -> bool:
         """Return whether variants were tested against each other, or all but one failed."""
-        return bool(self.only_finished) or any(finding.p_value is not None for finding in self.findings)
+        return bool(self.only_finished) or any(finding.decides for finding in self.findings)

@@ -43,10 +43,7 @@ def run_measures(steps: Steps, warmup_steps: int, outcome: Outcome, accuracy: Ac
         mismatch_kl=median(kl) if kl else None,
         mismatch_rms=median(rms) if rms else None,
         mismatch_max=max(largest) if largest else None,
-        accuracy=accuracy.share if accuracy else None,
-        accuracy_low=accuracy.low if accuracy else None,
-        accuracy_high=accuracy.high if accuracy else None,
-        num_problems=accuracy.num_problems if accuracy else None,
+        accuracy=accuracy,
     )
 
 

@@ -134,16 +134,8 @@ def _finding(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) 
         parts += _some([f"between {one} and {other} no difference that these runs can show" for one, other in _open_pairs(variants, shown)])
     parts += [f"the surest of them: {contrast_text(pairs[0])}"] if pairs and not shown else []
     parts += [contrast_text(contrast) for contrast in found if contrast not in pairs]
-    return Finding(
-        criterion=criterion,
-        best=best,
-        sentence="; ".join(part for part in parts if part) + ".",
-        effect=decides.effect if decides else None,
-        low=decides.low if decides else None,
-        high=decides.high if decides else None,
-        p_value=decides.p_value if decides else None,
-        contrasts=found,
-    )
+    sentence = "; ".join(part for part in parts if part) + "."
+    return Finding(criterion=criterion, best=best, sentence=sentence, decides=decides, contrasts=found)
 
 
 def _head(criterion: Criterion, best: str | None, tested: bool, any_shown: bool) -> str:

@@ -47,7 +47,7 @@ def test_the_warm_up_is_left_out_of_times_and_curves() -> None:
 def test_what_a_run_did_not_have_is_null() -> None:
     steps = [{name: value for name, value in step(number).items() if name != "entropy"} for number in range(1, 5)]
     found = run_measures(steps, 0, DONE)
-    absent = ("entropy_spread", "lowest_loss_scale", "mismatch_kl", "mismatch_rms", "mismatch_max", "accuracy", "num_problems")
+    absent = ("entropy_spread", "lowest_loss_scale", "mismatch_kl", "mismatch_rms", "mismatch_max", "accuracy")
     assert [getattr(found, name) for name in absent] == [None] * len(absent)
     assert (found.skipped_steps, found.nan_events, found.lost_share) == (0, 0, 0)
 
@@ -82,8 +82,8 @@ def test_mismatch_is_a_median_and_a_maximum() -> None:
 def test_accuracy_comes_with_its_interval() -> None:
     answers = tuple(ScoredAnswer(question="q", expected="e", completion="c", score=score) for score in (1.0, 1.0, 0.0, 0.5))
     found = run_measures([step(1)], 0, DONE, accuracy(answers, 0.5))
-    assert (found.accuracy, found.num_problems) == (0.75, 4)
-    assert found.accuracy_low is not None and found.accuracy_high is not None and found.accuracy_low < 0.75 < found.accuracy_high
+    assert found.accuracy is not None and (found.accuracy.share, found.accuracy.num_problems) == (0.75, 4)
+    assert found.accuracy.low < 0.75 < found.accuracy.high
     assert correct_answers(ModelAnswers(answers=answers), 0.5) == (True, True, False, True)
 
 

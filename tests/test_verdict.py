@@ -130,9 +130,9 @@ def test_an_accuracy_of_nothing_is_said() -> None:
 def test_less_memory_is_best_and_explained() -> None:
     verdict = judge([*three_seeds("fp32", peak_memory_mb=4200), *three_seeds("bf16", peak_memory_mb=3000)])
     found = finding(verdict, "memory")
-    assert (verdict.best_overall, found.best, found.effect) == ("bf16", "bf16", pytest.approx(1.4))
-    assert found.p_value is not None and 0 < found.p_value < 0.05
-    assert found.low is not None and found.high is not None and 1 < found.low < 1.4 < found.high
+    assert found.decides is not None
+    assert (verdict.best_overall, found.best, found.decides.effect) == ("bf16", "bf16", pytest.approx(1.4))
+    assert 0 < found.decides.p_value < 0.05 and 1 < found.decides.low < 1.4 < found.decides.high
     assert "fp32 4,200 and bf16 3,000 MB at the peak; fp32 takes 1.40 times the peak memory of bf16 (1." in found.sentence
     assert verdict.sentences[0] == "bf16 is best overall: fp32 shown worse in memory."
     assert verdict.sentences[1].startswith(
@@ -195,7 +195,8 @@ def test_a_run_that_says_nothing_of_its_variant_takes_its_seed_out_for_all(statu
     """A full disk or a kill from outside does not make a variant unstable."""
     slow_seed = [*three_seeds("bf16")[:2], run("bf16", 2, step_time_ms=90000), *three_seeds("fp16")[:2], run("fp16", 2, status)]
     verdict = judge(slow_seed)
-    assert (verdict.best_overall, verdict.only_finished, finding(verdict, "speed").effect) == (None, None, pytest.approx(1))
+    decides = finding(verdict, "speed").decides
+    assert (verdict.best_overall, verdict.only_finished, decides and decides.effect) == (None, None, pytest.approx(1))
     assert "2 seeds" in verdict.sentences[1] and "seed 2 left out, since fp16" in verdict.sentences[0]
     never = judge([*three_seeds("bf16"), *three_seeds("fp32", step_time_ms=3000), *(run("fp16", seed, status) for seed in range(3))])
     how = "failed" if status == "failed" else "was cut off"

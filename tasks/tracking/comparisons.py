@@ -1,7 +1,7 @@
 """A comparison in MLflow: its runs' measures beside the curves of each child, tables, plots and the verdict on the parent."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -13,8 +13,8 @@ from tasks.tracking.location import reaching
 from tasks.tracking.runs import log_rows, open_attempt_run
 
 
-def log_comparison(run: TrackedRun, record: ComparisonRecord, curves: Mapping[str, str], files: tuple[Path, ...]) -> None:
-    """Log everything the report shows and close the run; `files` are kept as they are, `curves` as ``curves/<name>.svg``.
+def log_comparison(run: TrackedRun, record: ComparisonRecord, files: Sequence[Path]) -> None:
+    """Log everything the report shows and close the run; `files` and folders are kept as they are.
 
     A measure of one run is `measured/<name>` on its child, the mean over a variant's seeds `<variant>/<name>` on the parent. The
     parent's description has the verdict and links to the views of MLflow that set its runs side by side.
@@ -47,8 +47,6 @@ def log_comparison(run: TrackedRun, record: ComparisonRecord, curves: Mapping[st
         log_rows(client, run.run_id, [{name: row.get(name) for name in columns} for row in rows], "runs.json")
         log_rows(client, run.run_id, contrasts, "contrasts.json")
         client.log_text(run.run_id, record.model_dump_json(indent=2), "comparison.json")
-        for name, svg in curves.items():
-            client.log_text(run.run_id, svg, f"curves/{name}.svg")
         for path in files:
             client.log_artifact(run.run_id, str(path))
         client.set_terminated(run.run_id, "FINISHED" if succeeded else "FAILED")
@@ -76,5 +74,6 @@ def _metrics(record: ComparisonRecord) -> dict[str, float | None]:
         found |= {f"serving/{one.precision}/accuracy{end}": value for end, value in shares.items()}
         found[f"serving/{one.precision}/decode_time_ms"] = one.decode_time_ms
     for finding in record.measured.verdict.findings:
-        found |= {f"verdict/{finding.criterion}/{name}": getattr(finding, name) for name in ("effect", "low", "high", "p_value")}
+        decides = finding.decides.model_dump(include={"effect", "low", "high", "p_value"}) if finding.decides else {}
+        found |= {f"verdict/{finding.criterion}/{name}": value for name, value in decides.items()}
     return found

@@ -40,7 +40,7 @@ def every_figure_is_in_mlflow(compared: FlowRun) -> None:
     for finding in verdict.findings:
         assert parent.data.tags[f"verdict.{finding.criterion}"] == finding.sentence
         for name in ("effect", "low", "high", "p_value"):
-            assert parent.data.metrics.get(f"verdict/{finding.criterion}/{name}") == getattr(finding, name)
+            assert parent.data.metrics.get(f"verdict/{finding.criterion}/{name}") == (finding.decides and getattr(finding.decides, name))
     names = {item.path for item in compared.client.list_artifacts(record.tracked.run_id)}
     assert {"report.html", "report.md", "comparison.json", "runs.json", "curves", "summary.txt"} <= names
     contrasts = [contrast.model_dump() for finding in verdict.findings for contrast in finding.contrasts]
