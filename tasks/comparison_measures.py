@@ -18,7 +18,7 @@ from tasks.measures import correct_answers, run_measures
 from tasks.objectives import LABELS, Label, fact, possible
 from tasks.params import Params
 from tasks.program_request import EvaluationRequest, ModelAnswers
-from tasks.records import Accuracy, FinishedAttempt, Precision, PrecisionPlan, Record, RunSetting
+from tasks.records import Accuracy, FinishedAttempt, Hardware, Precision, PrecisionPlan, Record, RunSetting
 from tasks.verdict import judge
 
 DEVICE_PEAK = "peak_memory_mb_device_"
@@ -69,7 +69,7 @@ def measure(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
         if done.outcome.status == "succeeded" and checkpoint:
             own[name] = evaluation_request(setting, params, precision, checkpoint, folder / f"{name}.json")
             base[name] = base_request(setting, params, precision, folder / f"base-{precision.label}.json")
-            served = served or _served_requests(setting, params, checkpoint, folder)
+            served = served or _served_requests(setting.hardware, own[name])
     faults = answer_each([*base.values(), *own.values(), *served.values()], folder, get_run_logger().info)
     numbers = {place: number for number, place in enumerate(run_order(params.comparison), 1)}
     runs = [_refused(*place, number, setting.plan) for place, number in numbers.items()]
@@ -102,12 +102,14 @@ def run_values(run: MeasuredRun) -> dict[str, float]:
     return {name: float(value) for name, value in known.items() if value is not None}
 
 
-def _served_requests(setting: RunSetting, params: Params, checkpoint: Path, folder: Path) -> dict[str, EvaluationRequest]:
-    requests: dict[str, EvaluationRequest] = {}
+def _served_requests(hardware: Hardware, own: EvaluationRequest) -> dict[str, EvaluationRequest]:
+    """Return a checkpoint's requests in each format; in the one that trained it that is its `own` evaluation."""
+    requests: dict[str, EvaluationRequest] = {own.precision.label: own}
     for label in LABELS:
-        if possible(label, setting.hardware, rehearse=True):
+        if label not in requests and possible(label, hardware, rehearse=True):
             precision = Precision(mixed_precision="no" if label == "fp32" else label, grad_scaler=label == "fp16")
-            requests[label] = evaluation_request(setting, params, precision, checkpoint, folder / f"serving-{label}.json")
+            out_file = own.out_file.with_name(f"serving-{label}.json")
+            requests[label] = own.model_copy(update={"precision": precision, "out_file": out_file})
     return requests
 
 

@@ -183,8 +183,8 @@ def _method(record: ComparisonRecord) -> list[str]:
         f"Variants: {'; '.join(said)}. {record.plan.reason}. Seeds {', '.join(map(str, asked.seeds))}.",
         f"Work: base model {params.base_model.source}, {steps}, {work}, {training.max_completion_length} tokens at most; the same "
         "prompts in the same order, the same seeds.",
-        f"Held out: {record.dataset.num_eval} problems, answered {how} in the format that trained (an fp32 head is no part of it); "
-        "95 % Wilson intervals.",
+        f"Held out: {record.dataset.num_eval} problems, answered {how} in the format that trained (an fp32 head or a rollout's "
+        "own dtype is no part of it); 95 % Wilson intervals.",
         f"Time of the whole comparison: {time_text(record)}.",
         f"Machine: {device}, {machine.num_cpus} CPUs{driver}, {machine.memory_total_bytes / MB:,.0f} MB; {versions}; "
         f"source {record.run.source.git_commit or 'not in git'}{' with changes' if record.run.source.dirty else ''}.",

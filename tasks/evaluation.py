@@ -95,12 +95,15 @@ def spread(num_problems: int, num_samples: int) -> list[int]:
 
 
 def evaluation_request(setting: RunSetting, params: Params, precision: Precision, model_dir: Path, out_file: Path) -> EvaluationRequest:
-    """Return the request to answer the held-out set with one model."""
+    """Return the request to answer the held-out set with one model in the format that trained, as it would be served.
+
+    An fp32 head and a rollout's own dtype are no part of it: they belong to training, and no checkpoint tells its server of them.
+    """
     return EvaluationRequest(
         model_dir=model_dir.resolve(),
         dataset_dir=setting.dataset.version.path.resolve(),
         out_file=out_file.resolve(),
-        precision=precision,
+        precision=precision.model_copy(update={"lm_head_fp32": False, "rollout_dtype": None}),
         params=params,
     )
 
@@ -133,7 +136,7 @@ def base_request(setting: RunSetting, params: Params, precision: Precision, out_
     asked = params.evaluation.model_dump(include={"batch_size", "temperature"})
     asked |= params.model_dump(mode="json", include={"dataset", "reward"})
     facts: dict[str, object] = {library: version(library) for library in ("torch", "transformers")}
-    facts |= {"precision": precision.model_dump(mode="json"), "max_new_tokens": params.training.max_completion_length}
+    facts |= {"precision": request.precision.model_dump(mode="json"), "max_new_tokens": params.training.max_completion_length}
     facts |= {"base_model": setting.base_model.dvc_hash, "dataset": setting.dataset.version.dvc_hash}
     facts |= {"device": setting.hardware.device_name, "format_version": FORMAT_VERSION}
     return request.model_copy(update={"out_file": STATE_DIR / "evaluations" / f"base-{input_key(asked | facts)}.json"})

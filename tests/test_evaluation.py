@@ -123,7 +123,10 @@ def test_base_answers_are_kept_and_used_again(
 def test_kept_answers_stand_for_everything_they_depend_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     setting, done = a_run(tmp_path, tmp_path / "model", tmp_path / "data")
-    fp16 = a_run(tmp_path, tmp_path / "model", tmp_path / "data", Precision(mixed_precision="fp16", grad_scaler=True))
+    fp16, head = (
+        a_run(tmp_path, tmp_path / "model", tmp_path / "data", precision)
+        for precision in (Precision(mixed_precision="fp16", grad_scaler=True), BF16.model_copy(update={"lm_head_fp32": True}))
+    )
     longer = PARAMS.model_copy(update={"training": PARAMS.training.model_copy(update={"max_completion_length": 5})})
     own = PARAMS.model_copy(update={"reward": PARAMS.reward.model_copy(update={"scorer": f"{tmp_path / 'own.py'}:score"})})
     moved = setting.model_copy(update={"base_model": version(tmp_path / "elsewhere", "0.dir")})
@@ -136,3 +139,5 @@ def test_kept_answers_stand_for_everything_they_depend_on(tmp_path: Path) -> Non
     assert first == kept(moved, PARAMS, done)
     assert len({first, kept(other, PARAMS, done), kept(setting, longer, done), kept(setting, PARAMS, fp16[1])}) == 4
     assert tmp_path / "asked.json" == kept(setting, own, done) != first
+    # how the head computed in training is no part of the answers, so that variants share them
+    assert kept(setting, PARAMS, head[1]) == first

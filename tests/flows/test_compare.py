@@ -39,6 +39,11 @@ def test_a_variant_that_fails_is_a_row_that_says_what_happened_and_the_rest_goes
     assert (well.status, wild.status, short.status) == ("succeeded", "diverged", "out_of_memory")
     assert well.measures is not None and well.measures.measured_steps == 3
     assert "diverged" in wild.what_happened and "ran out of device memory" in short.what_happened
+    # in the format that trained it, a checkpoint is not evaluated twice
+    own = next(served for served in compared.comparison.measured.serving if served.precision == "fp32").accuracy
+    assert own and own.share == well.measures.accuracy
+    assert {path.stem for path in (compared.run_dir / "evaluation").glob("*-*.json")} >= {"fp32-seed1", "serving-bf16", "serving-fp16"}
+    assert not (compared.run_dir / "evaluation" / "serving-fp32.json").exists()
     report = (compared.run_dir / "report.md").read_text()
     assert "| 2 | wild | 1 | diverged |" in report and "ran out of device memory" in report
     assert "Traceback" not in compared.stderr
