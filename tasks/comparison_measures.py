@@ -71,12 +71,10 @@ def measure(setting: RunSetting, params: Params, finished: tuple[FinishedAttempt
             base[name] = base_request(setting, params, precision, folder / f"base-{precision.label}.json")
             served = served or _served_requests(setting.hardware, own[name])
     faults = answer_each([*base.values(), *own.values(), *served.values()], folder, get_run_logger().info)
-    numbers = {place: number for number, place in enumerate(run_order(params.comparison), 1)}
-    runs = [_refused(*place, number, setting.plan) for place, number in numbers.items()]
+    runs = [_refused(*place, number, setting.plan) for number, place in enumerate(run_order(params.comparison), 1)]
     for done in ends:
         name = done.attempt.name
-        run = _measured(done, params, own.get(name), base.get(name), faults)
-        runs[run.order - 1] = run
+        runs[done.attempt.number - 1] = _measured(done, params, own.get(name), base.get(name), faults)
     serving = tuple(_served(label, setting, params, served.get(label), faults) for label in LABELS) if own else ()
     return Measured(runs=tuple(runs), served=next(iter(own), ""), serving=serving, verdict=judge(tuple(runs)))
 

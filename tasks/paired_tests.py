@@ -138,14 +138,7 @@ def contrasts(tests: Sequence[PairTest]) -> tuple[Contrast, ...]:
         shown = p_value <= ALPHA and effect - scale.is_ratio >= scale.matters
         found.append(
             Contrast(
-                measure=test.measure,
-                better=test.better,
-                worse=test.worse,
-                effect=effect,
-                low=low,
-                high=high,
-                p_value=p_value,
-                shown=shown,
+                measure=test.measure, better=test.better, worse=test.worse, effect=effect, low=low, high=high, p_value=p_value, shown=shown
             )
         )
     return tuple(sorted(found, key=lambda contrast: contrast.p_value))

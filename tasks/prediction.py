@@ -60,21 +60,18 @@ class Forecast(NamedTuple):
         Raises:
             HalfstepError: a dry run failed, and those after it were not made; training may well work where it does.
         """
-        requests = [self._request(*one) for one in wanted]
-        configs = [model_config(one.params.base_model) for one in wanted]
-        names = [f"{input_key(self._depends_on(*pair))}.json" for pair in zip(requests, configs, strict=True)]
-        missing = {name: request for name, request in zip(names, requests, strict=True) if _kept(name) is None}
-        if missing:
+        peaks = [self._named_request(*one) for one in wanted]
+        if missing := {name: request for name, request in peaks if _kept(name) is None}:
             with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / "config.json").write_text(json.dumps(configs[0]), encoding="utf-8")
+                (Path(folder) / "config.json").write_text(json.dumps(model_config(wanted[0].params.base_model)), encoding="utf-8")
                 asked = PredictionRequest(base_model_dir=Path(folder), out_dir=PREDICTIONS_DIR.resolve(), peaks=missing)
                 ask_program("tasks.programs.predict_memory", asked, Path(folder), self.say)
-        kept = [read_record(PREDICTIONS_DIR / name, MemoryPrediction) for name in names]
+        kept = [read_record(PREDICTIONS_DIR / name, MemoryPrediction) for name, _ in peaks]
         return [self._beside_available(its, one.params) for its, one in zip(kept, wanted, strict=True)]
 
-    def _request(self, params: Params, precision: Precision, levers: MemoryLevers) -> PeakRequest:
+    def _named_request(self, params: Params, precision: Precision, levers: MemoryLevers) -> tuple[str, PeakRequest]:
         training = params.training
-        return PeakRequest(
+        request = PeakRequest(
             device_type=self.hardware.device_type,
             precision=precision,
             levers=levers,
@@ -83,13 +80,12 @@ class Forecast(NamedTuple):
             beta=training.beta,
             num_processes=training.num_processes,
         )
-
-    def _depends_on(self, request: PeakRequest, config: dict[str, object]) -> dict[str, object]:
         files = [(PROJECT_DIR / "tasks" / name).read_text(encoding="utf-8") for name in SOURCES]
         versions = [version(library) for library in ("torch", "transformers", "trl", "peft", "bitsandbytes")]
         facts: dict[str, object] = {"device": self.hardware.device_name, "cpus": self.hardware.num_cpus, "versions": versions}
         facts["environment"] = {name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)}
-        return request.model_dump(mode="json") | facts | {"files": files, "model": config}
+        facts |= request.model_dump(mode="json") | {"files": files, "model": model_config(params.base_model)}
+        return f"{input_key(facts)}.json", request
 
     def _beside_available(self, prediction: MemoryPrediction, params: Params) -> MemoryPrediction:
         free, budget = self.hardware.memory_free_bytes, params.memory.budget_mb

@@ -50,18 +50,12 @@ def judge(runs: Sequence[MeasuredRun]) -> Verdict:
         return Verdict(findings=(), sentences=(told, f"{asked[:-1]}; {lost}." if lost else asked), indicative=True, best_overall=None)
     if not compared:
         told = f"No verdict: none of {joined(list(dict.fromkeys(run.variant for run in runs)))} finished every run."
-        asked = "What happened to each is said in the table."
-        return Verdict(findings=(), sentences=(told, asked), indicative=False, best_overall=None)
+        return Verdict(findings=(), sentences=(told, "What happened to each is said in the table."), indicative=False, best_overall=None)
     findings = tuple(_finding(criterion, compared, runs) for criterion in ORDER)
     standing = _standing(compared, findings, runs)
-    sentences = overall_text(standing, findings, f"{num_seeds} seeds, {min(measured)} or more measured steps a run")
+    said = overall_text(standing, findings, f"{num_seeds} seeds, {min(measured)} or more measured steps a run")
     return Verdict(
-        findings=findings,
-        sentences=sentences,
-        indicative=False,
-        best_overall=standing.best,
-        only_finished=standing.only,
-        left=standing.left,
+        findings=findings, sentences=said, indicative=False, best_overall=standing.best, only_finished=standing.only, left=standing.left
     )
 
 
