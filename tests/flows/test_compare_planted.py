@@ -36,7 +36,7 @@ def test_the_variant_without_a_plant_is_best_and_the_others_are_named_for_what_t
     assert verdict.best_overall == "usual", verdict
     shown = {(one.measure, one.better, one.worse) for found in verdict.findings for one in found.contrasts if one.shown}
     assert {run.status for run in record.measured.runs} == {"succeeded"}
-    assert {("accuracy", "usual", "ruinous"), ("lost_steps", "usual", "skipping")} <= shown
+    assert {("reward", "usual", "ruinous"), ("lost_steps", "usual", "skipping")} <= shown
     skipping = [run.measures for run in record.measured.runs if run.variant == "skipping" and run.measures]
     assert len(skipping) == 3 and all(measures.skipped_steps > 60 for measures in skipping)
 
