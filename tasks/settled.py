@@ -141,4 +141,4 @@ def _setting_differences(record: ComparisonRecord, variant: str | None, ours: Pa
     for short in dict.fromkeys(run.variant for run in record.measured.runs if run.status in SHORT):
         there, here = (its.memory.budget_mb for its in (_params(record, short), ours))
         if there != here:
-            yield f"memory.budget_mb ({there}, under which {short} ran out of memory, asked {here})"
+            yield f"memory.budget_mb ({there}, under which {short} ran short of memory, asked {here})"

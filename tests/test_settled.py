@@ -105,7 +105,7 @@ def test_a_budget_under_which_a_variant_ran_short_must_be_the_one_asked(keep: Ke
     for other in (None, 600.0):
         with pytest.raises(RefusedInput) as refused:
             settle(MACHINE, asked(memory__budget_mb=other))
-        assert f"differs in memory.budget_mb (500.0, under which wide ran out of memory, asked {other})" in str(refused.value)
+        assert f"differs in memory.budget_mb (500.0, under which wide ran short of memory, asked {other})" in str(refused.value)
     # a variant's own budget counts, and one under which another ran well does not
     keep("20261202-b", {"wide": SLOW, "exact": FAST}, {**VARIANTS, "wide": {**VARIANTS["wide"], "memory.budget_mb": 9.0}}, short="wide")
     assert settle(MACHINE, asked(memory__budget_mb=9)).overrides["precision.mode"] == "fp16"
