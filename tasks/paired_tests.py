@@ -10,8 +10,8 @@ counts both).
 
 Accuracy takes tests of two kinds, and the largest p counts. Runs of one variant differ by more than the chance of their problems, which
 only the spread over seeds shows; and seeds share their problems, which only a test by problem sees: McNemar's exact test, where a
-problem is gained by the variant that solves it with more seeds, and a normal test of the mean over problems of the difference in seeds.
-The second is there for the base model, which answers once for all seeds where a variant answers anew with each. Sampled answers to a hard
+problem is gained by the variant that solves it with more seeds, and, against the base model, a normal test of the mean over problems.
+The last is there since the base model answers once for all seeds where a variant answers anew with each. Sampled answers to a hard
 problem are then right in one of five runs of a variant more often than in the base model's one, though both solve it equally often, so that
 gained and lost problems are no fair coin; and the luck of the base model's one draw is in every seed's difference and so not in their
 spread. The mean is 0 for equal models, and its spread over problems holds both models' draws. By the other two alone a variant as good as
@@ -173,5 +173,5 @@ def _by_problem(test: PairTest, mine: Sequence[Sequence[bool]], theirs: Sequence
     exact = mcnemar(sum(value > 0 for value in net), sum(value < 0 for value in net))
     # a problem's answers go together over the seeds: the problem is the unit here, as the seed is above
     scale = math.sqrt(sum(value * value for value in net))
-    by_mean = float(2 * normal.sf(abs(sum(net)) / scale)) if scale else 1.0
+    by_mean = float(2 * normal.sf(abs(sum(net)) / scale)) if scale and BASE in {test.better, test.worse} else 0.0
     return replace(test, p_value=max(test.p_value, exact, by_mean), problem_error=scale / (len(net) * len(mine)))
