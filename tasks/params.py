@@ -163,7 +163,7 @@ class TrainingParams(Section):
     lora_alpha: float = Field(32.0, gt=0, description="LoRA: the adapters' product is scaled by lora_alpha / lora_rank")
     num_generations: int = Field(8, ge=2, description="completions of one prompt: the group that rewards are compared in")
     max_completion_length: int = Field(16, ge=1, description="tokens")
-    rollout_batch_size: int | None = Field(None, ge=1, description="completions generated at once; null: all of a step")
+    rollout_batch_size: int | None = Field(None, ge=1, description="completions generated at once (the last may be fewer); null: all")
     temperature: float = Field(1.0, gt=0, description="sampling temperature of the rollout")
     beta: float = Field(0.0, ge=0, description="weight of the KL term against the reference model; 0 loads none")
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = Field(

@@ -28,6 +28,10 @@ def test_every_key_of_the_shipped_params_is_a_described_field(path: Path) -> Non
             assert described[f"{section}.{name}"].strip(), name
 
 
+def test_the_help_says_what_becomes_of_a_rollout_chunk_that_does_not_divide_a_step() -> None:
+    assert "the last may be fewer" in dict(described_fields())["training.rollout_batch_size"]
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

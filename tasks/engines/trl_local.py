@@ -60,7 +60,7 @@ class TrlLocal:
         hard, budget = resource.getrlimit(resource.RLIMIT_DATA)[1], params.memory.budget_mb
         if hardware.device_type == "cpu" and budget and hard != resource.RLIM_INFINITY and budget * MB > hard:
             found = f"this process may have a data segment of {hard / MB:,.0f} MB at most (ulimit -Hd)"
-            raise RefusedInput(f"memory.budget_mb is {budget:,.0f}, but {found}; lower it, or raise that limit")
+            raise RefusedInput(f"memory.budget_mb asks for {budget:,.0f} MB, but {found}; lower it, or raise that limit")
         names = tuple(params.training.engine_args)
         for name in names:
             if name in OWNED_ARGUMENTS:

@@ -34,7 +34,7 @@ class DeviceMemory:
     def set_budget(self, budget_bytes: int) -> None:
         """Let every allocation beyond `budget_bytes` fail; refused on a platform without a limit that an allocation would meet."""
         found = "a budget can be held only on CUDA, ROCm and Linux CPUs"
-        raise RefusedInput(f"memory.budget_mb is {budget_bytes / MB:.0f}, but {found}; leave it null")
+        raise RefusedInput(f"memory.budget_mb asks for {budget_bytes / MB:,.0f} MB, but {found}; leave it null")
 
     def lift_budget(self) -> None:
         """Take the limit away where writing down a failure would meet it."""

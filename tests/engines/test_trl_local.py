@@ -248,7 +248,7 @@ def test_a_kill_by_the_kernel_in_a_limited_cgroup_is_a_shortage_of_the_host(limi
 
 
 def test_a_budget_above_the_hard_limit_on_a_process_is_refused_before_any_work() -> None:
-    told = "memory.budget_mb is 9,000, but this process may have a data segment of 8,000 MB at most (ulimit -Hd); lower it"
+    told = "memory.budget_mb asks for 9,000 MB, but this process may have a data segment of 8,000 MB at most (ulimit -Hd); lower it"
     check = (
         "from tasks.engines.trl_local import TrlLocal\nfrom tasks.params import Params\nfrom tests.machines import hardware_of\n"
         f"TrlLocal().check(hardware_of({CPU!r}), Params.model_validate({{'memory': {{'budget_mb': int(input())}}}}))"

@@ -7,11 +7,17 @@ import time
 import pytest
 import torch
 
+from tasks.errors import RefusedInput
 from tasks.memory import MB
 from tasks.programs import device_memory
-from tasks.programs.device_memory import LinuxCpuMemory
+from tasks.programs.device_memory import DeviceMemory, LinuxCpuMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux's")
+
+
+def test_a_budget_that_cannot_be_held_is_refused_with_its_unit() -> None:
+    with pytest.raises(RefusedInput, match="asks for 1,500 MB, but a budget can be held only on"):
+        DeviceMemory().set_budget(1500 * MB)
 
 
 def test_what_is_freed_again_counts_and_a_closed_meter_leaves_no_thread() -> None:
