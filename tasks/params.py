@@ -395,6 +395,15 @@ def differences(old: Params, new: Params) -> dict[str, tuple[Any, Any]]:
     return {path: (before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)}
 
 
+_PLAIN = {
+    "Input should be": "must be",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list",
+    "a valid dictionary": "a mapping",
+}
+
+
 def _fault(details: ErrorDetails) -> str:
     # pydantic names the chosen member of a union inside the path; people never wrote it
     tags = {"smollm2-135m-instruct", "scratch", "reasoning_gym", "byte_prompts"}
@@ -407,7 +416,9 @@ def _fault(details: ErrorDetails) -> str:
     if details["type"] == "union_tag_not_found":
         return f"{location}.source: is missing beside {', '.join(details['input'])}; see params/retrain.yaml and params/smoke.yaml"
     found = "" if isinstance(details["input"], dict | BaseModel) else f", found {details['input']!r}"
-    text = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable to")[0]
+    text = re.split(", unable to|, got a", details["msg"].removeprefix("Value error, "))[0]
+    for theirs, plain in _PLAIN.items():
+        text = text.replace(theirs, plain)
     return f"{location}: {text}{found}"
 
 

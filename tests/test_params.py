@@ -1,5 +1,6 @@
 """Bad input: one message that names the field, what was found and what is allowed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,25 @@ def test_the_help_says_what_becomes_of_a_rollout_chunk_that_does_not_divide_a_st
 
 
 @pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("training.max_steps=2.5", "training.max_steps: must be a whole number, found 2.5"),
+        ("training.gradient_checkpointing=perhaps", "training.gradient_checkpointing: must be true or false, found 'perhaps'"),
+        ("memory.retries=3", "memory.retries: must be a list, found 3"),
+        ("training.engine_args=3", "training.engine_args: must be a mapping, found 3"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused_in_plain_words(asked: str, told: str) -> None:
+    with pytest.raises(RefusedInput, match=f"{re.escape(told)}$"):
+        load_params(PROJECT_DIR / "params" / "retrain.yaml", (asked,))
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("training.max_step=3", ("training.max_step: unknown key", "did you mean training.max_steps?")),
         ("trainning.max_steps=3", ("trainning: unknown key",)),
-        ("training.max_steps=many", ("training.max_steps", "must be a valid integer, found 'many'")),
+        ("training.max_steps=many", ("training.max_steps", "must be a whole number, found 'many'")),
         ("training.max_steps=true", ("training: max_steps takes a number", "not true or false")),
         ("training.max_steps=0", ("training.max_steps", "must be greater than or equal to 1, found 0", "retrain.yaml with training.max_")),
         ("training.learning_rate=.nan", ("training.learning_rate", "finite")),

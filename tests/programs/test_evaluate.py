@@ -79,7 +79,7 @@ def test_each_batch_takes_the_same_random_numbers_whatever_a_model_drew_before_i
         asked = request(scratch_model_dir, byte_dataset_dir, temperature=1.0, out_file=tmp_path / f"{extra}.json")
         answer_all(asked)
         answers.append([answer.completion for answer in read_record(asked.out_file, ModelAnswers).answers])
-    assert len(answers[0]) > asked.batch_size
+    assert len(answers[0]) > asked.params.evaluation.batch_size
     assert answers[0] == answers[1]
 
 
