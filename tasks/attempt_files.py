@@ -1,6 +1,7 @@
 """What an attempt's folder says about it while it runs and after it died: metrics, training states."""
 
 import json
+import logging
 from pathlib import Path
 from typing import cast
 
@@ -34,9 +35,15 @@ def read_steps(attempt_dir: Path) -> list[dict[str, float]]:
 
 
 def new_steps(file: GrowingFile) -> list[dict[str, float]]:
-    """Return what `read_steps` does of the lines that were finished since the last call."""
-    entries = [json.loads(line) for line in file.new_lines()]
-    return [{"step": float(entry["step"]), "time": float(entry["time"]), **entry["metrics"]} for entry in entries]
+    """Return what `read_steps` does of the lines that were finished since the last call; one that is damaged is warned of and left out."""
+    steps = []
+    for line in file.new_lines():
+        try:
+            entry = json.loads(line)
+            steps.append({"step": float(entry["step"]), "time": float(entry["time"]), **entry["metrics"]})
+        except (ValueError, KeyError, TypeError):
+            logging.getLogger(__name__).warning("%s: a line that is no step is left out: %.80r", file.path, line)
+    return steps
 
 
 def last_phase(folder: Path) -> Phase | None:

@@ -101,7 +101,7 @@ def _run(flow: Callable[..., RunRecord | ComparisonRecord], asked: argparse.Name
         hardware, plan = _plan(params, command)
         print(plan.model_dump_json(indent=2) if asked.json else plan_text(hardware, plan))
         return 0
-    # a message of ours says all, once and at the end; any other exception keeps its traceback
+    # a message of ours is told whole at the end, and Prefect's lines keep its first; any other exception keeps its traceback
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_in_one_line)
     run_in_own_session()

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -21,7 +22,12 @@ from tasks.request import check_engine, resolve_params
 COMPARED_SECTIONS = ("precision", "training", "memory")
 # the hardware of a comparison's first start
 MACHINE_FILE = "machine.json"
-SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "total_batch_size")
+SAME_WORK = ("seed", "max_steps", "num_generations", "max_completion_length", "total_batch_size", "temperature")
+# the same of training.engine_args: what is asked, sampled and rewarded
+SAME_ARGUMENTS = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation"),
+    *("data_seed", "shuffle_dataset", "chat_template_kwargs", "reward_weights", "multi_objective_aggregation"),
+)
 
 # of a run that is ended from outside time and again
 MAX_STARTS = 3
@@ -84,12 +90,18 @@ def variant_params(params: Params, variant: str, seed: int | None) -> Params:
     own = with_overrides(common, overrides, origin)
     if own.precision.mode == "measured":
         raise RefusedInput(f"{origin}: precision.mode 'measured' rests on a comparison; name a precision, or 'auto'")
-    for field in SAME_WORK:
-        asked, found = getattr(common.training, field), getattr(own.training, field)
-        if asked != found:
+    work = _work(own)
+    for field, asked in _work(common).items():
+        if asked != (found := work[field]):
             named = field.replace("total_batch_size", "per_device_train_batch_size x gradient_accumulation_steps x num_processes")
             raise RefusedInput(f"{origin}: training.{named} {asked} -> {found} changes the work, which is the same for all variants")
     return own
+
+
+def _work(params: Params) -> dict[str, Any]:
+    training = params.training
+    arguments = {f"engine_args.{name}": training.engine_args.get(name) for name in SAME_ARGUMENTS}
+    return {field: getattr(training, field) for field in SAME_WORK} | arguments
 
 
 @task(cache_policy=NO_CACHE)
@@ -159,10 +171,14 @@ def plan_comparison(hardware: Hardware, params: Params) -> PrecisionPlan:
 
 def predicted_comparison(plan: PrecisionPlan, hardware: Hardware, params: Params, say: Callable[[str], None]) -> PrecisionPlan:
     """Return `plan` with each run's predicted peak, by its variant's own settings."""
-    forecast, found = forecast_of_plan(hardware, params, say), dict[str, MemoryPrediction]()
-    for variant, wanted in _predict_together(forecast, plan, params).items():
+    wanted, found = _wanted(plan, params), dict[str, MemoryPrediction]()
+    if not wanted:
+        return plan
+    forecast = forecast_of_plan(hardware, params, say)
+    _predict_together(forecast, wanted)
+    for variant, one in wanted.items():
         try:
-            (found[variant],) = forecast.predict([wanted])
+            (found[variant],) = forecast.predict([one])
         except HalfstepError as error:
             say(f"{variant}: no peak is predicted: {error}")
     attempts = tuple(attempt.model_copy(update={"prediction": found.get(attempt.variant)}) for attempt in plan.attempts)
@@ -173,16 +189,18 @@ def predicted_comparison(plan: PrecisionPlan, hardware: Hardware, params: Params
 def predict_variants(setting: RunSetting, params: Params) -> None:
     """Have the peaks of all variants predicted, which predict_peak then finds."""
     forecast = Forecast(setting.hardware, longest_prompt(setting.dataset.version.path), get_run_logger().info)
-    _predict_together(forecast, setting.plan, params)
+    _predict_together(forecast, _wanted(setting.plan, params))
 
 
-def _predict_together(forecast: Forecast, plan: PrecisionPlan, params: Params) -> dict[str, Wanted]:
-    """Predict all variants in one process and return what was wanted; what fails or comes after it is asked for again by itself."""
+def _wanted(plan: PrecisionPlan, params: Params) -> dict[str, Wanted]:
     own = {attempt.variant: (variant_params(params, attempt.variant, attempt.seed), attempt) for attempt in plan.attempts}
-    wanted = {name: Wanted(its, one.precision, one.levers) for name, (its, one) in own.items() if its.memory.preflight != "off"}
+    return {name: Wanted(its, one.precision, one.levers) for name, (its, one) in own.items() if its.memory.preflight != "off"}
+
+
+def _predict_together(forecast: Forecast, wanted: dict[str, Wanted]) -> None:
+    """Predict all variants in one process; what fails or comes after it is asked for again by itself."""
     with contextlib.suppress(HalfstepError):
         forecast.predict(list(wanted.values()))
-    return wanted
 
 
 def run_order(asked: ComparisonParams) -> list[tuple[str, int]]:

@@ -62,7 +62,7 @@ SCALES: dict[ComparedMeasure, Scale] = {
     "curve_spread": Scale(is_ratio=True, floor=0.02, matters=0.10),
     "lost_steps": Scale(is_ratio=False, floor=0.01, matters=0.05),
     "accuracy": Scale(is_ratio=False, floor=0.005, matters=0.0),
-    # shares, too, with the built-in scorers
+    # shares, too, with the built-in scorers; of a scorer with another range the same sizes count
     "reward": Scale(is_ratio=False, floor=0.01, matters=0.05),
 }
 

@@ -414,9 +414,11 @@ def _fault(details: ErrorDetails) -> str:
     if details["type"] == "union_tag_invalid":
         return f"{location}.source: must be one of {details['ctx']['expected_tags']}, found {details['ctx']['tag']!r}"
     if details["type"] == "union_tag_not_found":
-        return f"{location}.source: is missing beside {', '.join(details['input'])}; see params/retrain.yaml and params/smoke.yaml"
-    found = "" if isinstance(details["input"], dict | BaseModel) else f", found {details['input']!r}"
-    text = re.split(", unable to|, got a", details["msg"].removeprefix("Value error, "))[0]
+        beside = f" beside {', '.join(map(str, details['input']))}" if details["input"] else ""
+        return f"{location}.source: is missing{beside}; see params/retrain.yaml and params/smoke.yaml"
+    asked = "null" if details["input"] is None else repr(details["input"])
+    found = "" if isinstance(details["input"], dict | BaseModel) else f", found {asked}"
+    text = re.split(", unable to|, got a| or object to| or instance of", details["msg"].removeprefix("Value error, "))[0]
     for theirs, plain in _PLAIN.items():
         text = text.replace(theirs, plain)
     return f"{location}: {text}{found}"

@@ -187,8 +187,9 @@ def with_predictions(plan: PrecisionPlan, hardware: Hardware, params: Params, sa
     alone = single_levers(plan.attempts[0].levers, _has_compact_allocator(hardware, params))
     wanted = [Wanted(params, attempt.precision, attempt.levers) for attempt in plan.attempts]
     wanted += [Wanted(params, plan.attempts[0].precision, change.levers) for change in alone]
+    forecast = forecast_of_plan(hardware, params, say)
     try:
-        found = forecast_of_plan(hardware, params, say).predict(wanted)
+        found = forecast.predict(wanted)
     except HalfstepError as error:
         say(f"no peak is predicted: {error}")
         return plan

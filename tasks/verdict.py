@@ -150,7 +150,8 @@ def _open_pairs(variants: tuple[str, ...], shown: set[tuple[str, str]]) -> list[
 
 def _tests(criterion: Criterion, compared: Runs) -> list[PairTest]:
     if criterion == "accuracy":
-        return [*_accuracy_tests(compared), *_reward_tests(compared)]
+        # a reward is no accuracy by itself: it is earned on training prompts
+        return [*_accuracy_tests(compared), *_reward_tests(compared)] if _evaluated(compared) else []
     if len(compared) < 2:
         return []
     if criterion == "speed":
@@ -188,8 +189,6 @@ def _evaluated(compared: Runs) -> bool:
 
 
 def _accuracy_tests(compared: Runs) -> list[PairTest]:
-    if not _evaluated(compared):
-        return []
     runs = [run for of_variant in compared.values() for run in of_variant]
     correct = {name: [run.correct for run in of_variant] for name, of_variant in compared.items()}
     base = {name: [run.base_correct for run in of_variant] for name, of_variant in compared.items()}

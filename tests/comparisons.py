@@ -50,7 +50,7 @@ def one_run(rng: np.random.Generator, plant: Plant, seed_effects: Array, positio
     # in blocks of an allocator, with a jump now and then
     peak = plant.memory * 3000 * (1 + 0.002 * seed_effects[1] + 0.01 * (rng.random() < 0.1))
     noise = plant.noise * np.exp(0.05 * seed_effects[2] + 0.05 * rng.standard_normal())
-    reward = 0.2 + 0.5 * (1 - np.exp(-3 * progress)) + 0.05 * noise * autocorrelated(rng)
+    reward = 0.2 + 0.05 * rng.standard_normal() + 0.5 * (1 - np.exp(-3 * progress)) + 0.05 * noise * autocorrelated(rng)
     entropy = 2 - progress + 0.1 * noise * autocorrelated(rng)
     grad_norm = np.exp(0.3 * noise * autocorrelated(rng))
     skipped = rng.random(NUM_STEPS) < 0.02

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tasks.attempt_files import METRICS_FILE, read_steps
 from tasks.attempt_log import AttemptLog, deliver
 from tasks.params import Params
 from tasks.precision import plan_precision
@@ -30,6 +31,16 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> TrackedRun:
 
 def attempt() -> Attempt:
     return plan_precision(hardware_of("cpu_epyc_9r14"), Params()).attempts[0]
+
+
+def test_a_damaged_line_among_the_steps_costs_that_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_steps(tmp_path, 3)
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    for damaged in ("", '{"step": 2, "ti', "[]", '{"step": 2}', '{"step": 2, "time": 1.0, "metrics": 3}'):
+        caplog.clear()
+        (tmp_path / METRICS_FILE).write_text("".join(f"{line}\n" for line in (lines[0], damaged, lines[2])))
+        assert [step["step"] for step in read_steps(tmp_path)] == [1, 3]
+        assert "a line that is no step is left out" in caplog.text
 
 
 def write_steps(folder: Path, count: int) -> None:

@@ -81,6 +81,8 @@ def test_a_variant_of_ones_own_is_any_setting() -> None:
         ),
         ({"overrides": ["comparison.variants.x={training.strategy: ddp, training.num_processes: 2}"]}, "x num_processes 32 -> 64"),
         ({"overrides": ["comparison.variants.x={training.seed: 1}"]}, "training.seed 2 -> 1"),
+        ({"overrides": ["comparison.variants.x={training.temperature: 0.5}"]}, "training.temperature 1.0 -> 0.5 changes the work"),
+        ({"overrides": ["comparison.variants.x={training.engine_args.top_k: 5}"]}, "training.engine_args.top_k None -> 5 changes"),
         ({"overrides": ["comparison.variants.x={precision: {}}"]}, "x.precision: all variants do the same work"),
         ({"overrides": ["comparison.variants.x={dataset.seed: 4}"]}, "x.dataset.seed: all variants do the same work"),
         ({"overrides": ["comparison.variants.x={precision.mod: fp16}"]}, "precision.mod: unknown key; did you mean precision.mode?"),
@@ -138,6 +140,10 @@ def test_one_process_predicts_every_variant_with_its_own_settings(asked: list[tu
     assert peaks_of(plan) == [whole, own_share, None, own_share, None, whole]
     # that the dataset is not built
     assert len(said) == 1
+    off = params_with(a={"precision.mode": "bf16", "memory.preflight": "off"})
+    plan = plan_comparison(machine, off)
+    assert predicted_comparison(plan, machine, off, said.append) == plan
+    assert len(said) == len(asked) == 1, "where nothing is predicted, nothing is said of what a prediction needs"
 
 
 def test_a_variant_that_cannot_be_predicted_costs_no_others_prediction(asked: list[tuple[str, ...]], tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The rules of the house that a machine can check by reading the sources."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
+from trl import GRPOConfig
 
 from tasks.engines.trl_local import OWNED_ARGUMENTS
 from tasks.params import TrainingParams
 from tasks.places import PROJECT_DIR
+from tasks.programs.train import UNKNOWN_TO_TRL
 
 SOURCES = sorted([*PROJECT_DIR.glob("flows/**/*.py"), *PROJECT_DIR.glob("tasks/**/*.py")])
 HOMES = {
@@ -88,3 +91,4 @@ def test_the_engine_knows_every_argument_the_program_sets() -> None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig"]
     # beside the fields of params.training, which are passed by their names
     assert {keyword.arg for keyword in calls[0].keywords if keyword.arg} == set(OWNED_ARGUMENTS) - set(TrainingParams.model_fields)
+    assert set(TrainingParams.model_fields) - UNKNOWN_TO_TRL <= {field.name for field in dataclasses.fields(GRPOConfig)}

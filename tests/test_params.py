@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,6 +39,10 @@ def test_the_help_says_what_becomes_of_a_rollout_chunk_that_does_not_divide_a_st
     [
         ("training.max_steps=2.5", "training.max_steps: must be a whole number, found 2.5"),
         ("training.gradient_checkpointing=perhaps", "training.gradient_checkpointing: must be true or false, found 'perhaps'"),
+        ("training.max_steps=null", "training.max_steps: must be a whole number, found null"),
+        ("base_model=3", "base_model: must be a mapping, found 3"),
+        ("precision=null", "precision: must be a mapping, found null"),
+        ("memory.retries=[3]", "memory.retries.0: must be a mapping, found 3"),
         ("memory.retries=3", "memory.retries: must be a list, found 3"),
         ("training.engine_args=3", "training.engine_args: must be a mapping, found 3"),
     ],
@@ -149,6 +154,12 @@ def test_the_refusal_of_a_divisor_costs_no_other_retry() -> None:
 def test_a_section_without_its_source_is_refused_in_words() -> None:
     with pytest.raises(RefusedInput, match=r"base_model\.source: is missing beside hidden_size; see params/"):
         parse_params({"base_model": {"hidden_size": 64}}, "file")
+
+
+@pytest.mark.parametrize(("section", "told"), [({1: 2}, "is missing beside 1; see params/"), ({}, "is missing; see params/")])
+def test_a_section_without_its_source_is_refused_whatever_it_holds(section: dict[Any, Any], told: str) -> None:
+    with pytest.raises(RefusedInput, match=rf"base_model\.source: {told}"):
+        parse_params({"base_model": section}, "file")
 
 
 def test_a_lever_that_changes_the_loss_is_refused_under_that_loss() -> None:

@@ -52,7 +52,7 @@ def wait_for(path: Path) -> str:
 
 
 def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

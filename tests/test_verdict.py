@@ -74,6 +74,8 @@ def test_without_an_evaluation_no_variant_is_best_overall() -> None:
         assert "not evaluated on the same problems in every run, and time and memory do not buy" in verdict.sentences[0]
     none_at_all = judge([*unevaluated(fast), *unevaluated(three_seeds("fp32"))])
     assert none_at_all.best_overall is None and "bf16 and fp32 were not evaluated" in none_at_all.sentences[0]
+    collapsed = judge([*unevaluated(fast), *unevaluated(three_seeds("fp32", reward=0.0))])
+    assert (finding(collapsed, "accuracy").contrasts, collapsed.best_overall) == ((), None), "a training reward alone is no accuracy"
 
 
 def test_a_model_that_is_worse_than_the_base_model_is_not_best() -> None:

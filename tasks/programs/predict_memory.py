@@ -33,10 +33,9 @@ def predict(request: PredictionRequest) -> None:
     device_type = detect_device_type()
     memory = device_memory(device_type)
     config = AutoConfig.from_pretrained(request.base_model_dir, local_files_only=True)
-    # before any dry run, which takes memory of its own; the highest use so far counts, so bf16, which takes most, comes last
-    kinds = sorted(
-        {peak.precision for peak in request.peaks.values()}, key=lambda precision: ("fp32", "fp16", "bf16").index(precision.label)
-    )
+    # before any dry run, which takes memory of its own; the highest use so far counts, so bf16, which takes most, comes last:
+    # after the others, 3 MB more were found on a CPU than alone
+    kinds = sorted({peak.precision for peak in request.peaks.values()}, key=_by_use)
     seen = {}
     for precision in kinds:
         with fast_half_matmul(device_type, precision.autocast_dtype, precision.sampling_dtype):
@@ -47,6 +46,10 @@ def predict(request: PredictionRequest) -> None:
         print(f"{PROGRESS_PREFIX}predicted {number} of {len(request.peaks)} peaks", flush=True)
 
 
+def _by_use(precision: Precision) -> tuple[int, str]:
+    return ("fp32", "fp16", "bf16").index(precision.label), precision.model_dump_json()
+
+
 def _train_tiny_model(precision: Precision) -> None:
     """Run two steps of a model of 0.1 million parameters on the device at hand, for what they leave behind."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -55,7 +58,7 @@ def _train_tiny_model(precision: Precision) -> None:
     for _ in range(2):
         with torch.no_grad():
             policy = cast_copy(model, getattr(torch, precision.sampling_dtype)).eval()
-            prompts = torch.zeros(16, 8, dtype=torch.long, device=device)
+            prompts = torch.ones(16, 8, dtype=torch.long, device=device)
             policy.generate(input_ids=prompts, max_new_tokens=_TOKENS, do_sample=True, pad_token_id=0)
         ids = torch.zeros(8, 8 + _TOKENS, dtype=torch.long, device=device)
         mixed = precision.mixed_precision != "no"

@@ -36,7 +36,9 @@ def log_comparison(run: TrackedRun, record: ComparisonRecord, files: Sequence[Pa
         "verdict.best": verdict.best_overall,
         "verdict.only_finished": verdict.only_finished,
     }
-    tags |= {f"verdict.{finding.criterion}": finding.sentence for finding in verdict.findings}
+    for finding in verdict.findings:
+        tags |= {f"verdict.{finding.criterion}": finding.sentence}
+        tags |= {f"verdict.{finding.criterion}.measure": finding.decides.measure} if finding.decides else {}
     tags["mlflow.note.content"] = f"{plain(said)}\n\n{_views(run, children)}"
     rows = [item.model_dump(exclude={"measures", "correct", "base_correct"}) | run_values(item) for item in record.measured.runs]
     columns = dict.fromkeys(name for row in rows for name in row)

@@ -44,7 +44,8 @@ def _find_stage_output(project_dir: Path, kind: Kind, key: str) -> ArtifactVersi
         with Repo(str(project_dir)) as repo:
             cache, outputs = Path(repo.cache.local.path), list(repo.index.outs)
     except DvcException as error:
-        raise HalfstepError(f"{lock} cannot be read: {error!r}; bring it back from git (`git checkout dvc.lock`)") from error
+        remedy = "if a file was damaged, bring it back from git (`git checkout dvc.yaml dvc.lock .dvc/config`)"
+        raise HalfstepError(f"DVC cannot read {project_dir}: {error!r}; {remedy}") from error
     for out in outputs:
         path, dvc_hash = Path(out.fs_path), out.hash_info.value
         if dvc_hash and path.parent.parts[-2:] == ("data", kind):

@@ -46,7 +46,9 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def flow_environment(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a flow: the session's server, and runs and state of its own."""
     home = tmp_path_factory.mktemp("home")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PREFECT_", "DVC_"))}
+    # with all threads, as people run it: how many there are is felt in memory
+    apart = ("MLFLOW_", "PREFECT_", "DVC_", "OMP_NUM_THREADS")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(apart)}
     prefect_home = tmp_path_factory.mktemp("prefect-client")
     return {**kept, "PREFECT_API_URL": prefect_server, "PREFECT_HOME": str(prefect_home), "HALFSTEP_HOME": str(home)}
 

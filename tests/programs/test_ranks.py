@@ -176,7 +176,7 @@ def test_m7_a_stop_ends_every_rank_one_that_waits_in_a_collective_too(scratch_in
     finally:
         launcher.kill()
     assert launcher.returncode == 143
-    assert time.monotonic() - stopped[0] < 10
+    assert time.monotonic() - stopped[0] < 60
     outcome = read_record(job.attempt_dir / "outcome.json", Outcome)
     assert (outcome.status, outcome.steps_done, outcome.failure) == ("cancelled", 1, None)
     for command in Path("/proc").glob("[0-9]*/cmdline"):
