@@ -137,7 +137,7 @@ def _contrasts(record: ComparisonRecord) -> list[str]:
         numbers = [shown(value) for value in (one.effect, one.low, one.high, one.p_value)]
         rows.append([plain(one.measure), plain(one.better), plain(one.worse), *numbers, "yes" if one.shown else "no"])
     note = (
-        "The effect is worse / better, for lost steps and accuracy the difference in share. Intervals hold jointly at 95 % (Bonferroni); "
+        "The effect is worse / better, for lost steps, accuracy and reward the difference. Intervals hold jointly at 95 % (Bonferroni); "
         "the p values are sharper (Holm), so that a difference can be shown whose interval just reaches none."
     )
     return ["## Variants against each other", table(rows), note] if found else []

@@ -39,6 +39,7 @@ def every_figure_is_in_mlflow(compared: FlowRun) -> None:
     assert parent.data.tags["verdict"] == " ".join(verdict.sentences)
     for finding in verdict.findings:
         assert parent.data.tags[f"verdict.{finding.criterion}"] == finding.sentence
+        assert parent.data.tags.get(f"verdict.{finding.criterion}.measure") == (finding.decides and finding.decides.measure)
         for name in ("effect", "low", "high", "p_value"):
             assert parent.data.metrics.get(f"verdict/{finding.criterion}/{name}") == (finding.decides and getattr(finding.decides, name))
     names = {item.path for item in compared.client.list_artifacts(record.tracked.run_id)}
