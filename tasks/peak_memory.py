@@ -46,11 +46,11 @@ class ProcessBytes(Record):
 
 # measured on scratch models of 0.1 and 11 million parameters with torch 2.13; `make bench-memory` scores them on others
 TRAINER_BYTES = 25 * 2**20
-# what glibc's heap keeps goes with the KV cache, which grows token by token; why, and what else it goes with, is not known, so
-# that the error is large where the allocator is not compact
+# what glibc's heap keeps goes with the KV cache, which grows token by token; why, and what else it goes with, is not known: on one
+# CPU it kept a third less of the same setting than on another (model B in bf16, 16 x 2, checkpointing), so that none of it is certain
 HEAP_BYTES_PER_CACHE_ELEMENT = 13.4
-# how far below and above the predicted a peak may lie, as shares of it. From the table in docs/results/memory-cpu.md: 4 % below
-# at most (model C in fp32, compact allocator); above, 44 % with glibc's heap (model B, LoRA) and 6 % with the compact allocator
+# how far a peak may lie below what is certain of the predicted, and above all of it, as shares. From docs/results/memory-cpu.md: 4 %
+# below at most (model C in fp32, compact allocator); above, 44 % with glibc's heap (model B, LoRA) and 6 % with the compact allocator
 # (SmolLM2, LoRA). On devices nothing was measured: what torch's caching allocator keeps must find room in the share above
 ERROR_SHARES = {"heap": (0.1, 0.5), "compact heap": (0.1, 0.15), "device": (0.3, 0.3)}
 
@@ -60,17 +60,17 @@ def expected_peak(counted: TensorBytes, process: ProcessBytes, request: PeakRequ
     kind = "device" if request.device_type != "cpu" else "compact heap" if request.levers.compact_allocator else "heap"
     runtime = process.runtime_bytes + (0 if kind == "device" else TRAINER_BYTES)
     kept = round(counted.cache_elements * HEAP_BYTES_PER_CACHE_ELEMENT) if kind == "heap" else 0
+    certain = {phase: sum(sizes.values()) + runtime for phase, sizes in counted.phases.items()}
     # before the first rollout the heap has kept nothing of it
-    beside = {phase: {"runtime": runtime, "allocator": 0 if phase == "load" else kept} for phase in counted.phases}
-    phases = {phase: sum(sizes.values()) + sum(beside[phase].values()) for phase, sizes in counted.phases.items()}
+    phases = {phase: size + (0 if phase == "load" else kept) for phase, size in certain.items()}
     phase = max(phases, key=phases.__getitem__)
     below, above = ERROR_SHARES[kind]
     return MemoryPrediction(
         peak_bytes=phases[phase],
-        least_bytes=round(phases[phase] * (1 - below)),
+        least_bytes=round(max(certain.values()) * (1 - below)),
         most_bytes=round(phases[phase] * (1 + above)),
         phase=phase,
-        categories={**counted.phases[phase], **beside[phase]},
+        categories={**counted.phases[phase], "runtime": runtime, "allocator": phases[phase] - certain[phase]},
         phases=phases,
         import_bytes=process.import_bytes,
     )

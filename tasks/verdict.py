@@ -135,9 +135,8 @@ def _finding(criterion: Criterion, compared: Runs, runs: Sequence[MeasuredRun]) 
 def _head(criterion: Criterion, best: str | None, tested: bool, any_shown: bool) -> str:
     if best:
         return f"Best for {criterion}: {best}"
-    if not tested:
-        return f"Best for {criterion}: nothing to compare"
-    return f"Best for {criterion}: {'no single variant' if any_shown else 'no difference that these runs can show'}"
+    untold = "no single variant" if any_shown else "no difference that these runs can show"
+    return f"Best for {criterion}: {untold if tested else 'nothing to compare'}"
 
 
 def _some(texts: list[str]) -> list[str]:

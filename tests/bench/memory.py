@@ -129,7 +129,8 @@ def main() -> int:
     points = [point for point in (*POINTS, *(MORE_POINTS if asked.full else ())) if point.model != "SmolLM2" or MODEL_DIR.is_dir()]
     told, started = _Told(asked.output), time.perf_counter()
     told.say(f"`make bench-memory{' FULL=1' if asked.full else ''}`, {machine()}\n")
-    for row in ("model | parameters | precision | setting | measured MB | predicted MB | error | accelerate MB", "|".join(8 * ["---"])):
+    columns = "model | parameters | precision | setting | measured MB | predicted MB | error | bounds MB | accelerate MB"
+    for row in (columns, "|".join(9 * ["---"])):
         told.say(f"| {row} |")
     with tempfile.TemporaryDirectory() as folder:
         results = []
@@ -170,7 +171,8 @@ def measure(points: list[Point], folder: Path, told: _Told) -> list[Result]:
         found = Result(point, outcome.peak_memory_bytes, predicted, accelerates_figure(inputs, point))
         results.append(found)
         error = 100 * (predicted.peak_bytes / found.measured - 1)
-        sizes = f"{found.measured / MB:.0f} | {predicted.peak_bytes / MB:.0f} | {error:+.1f} % | {found.rival / MB:.0f}"
+        bounds = f"{predicted.least_bytes / MB:.0f} to {predicted.most_bytes / MB:.0f}"
+        sizes = f"{found.measured / MB:.0f} | {predicted.peak_bytes / MB:.0f} | {error:+.1f} % | {bounds} | {found.rival / MB:.0f}"
         told.say(f"| {point.model} | {size:.0f} M | {point.label} | {setting(point)} | {sizes} |")
     return results
 
