@@ -119,7 +119,7 @@ class MemoryPrediction(Record):
     """What training is expected to take at its peak: the quantity that a budget limits and an outcome's peak measures."""
 
     peak_bytes: int
-    least_bytes: int = Field(description="a lower peak is not expected: where measured, none lay below")
+    least_bytes: int = Field(description="a lower peak is not expected: what an allocator may keep is no part of it")
     most_bytes: int = Field(description="a higher peak is not expected: where measured, none lay above")
     phase: Phase = Field(description="where the peak comes")
     categories: dict[str, int] = Field(description="bytes by what they hold, at the peak; their sum is peak_bytes")

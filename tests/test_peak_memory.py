@@ -39,23 +39,34 @@ def test_the_peak_is_the_fullest_phase_with_what_the_process_takes_beside_its_te
     assert made.peak_bytes == sum(made.categories.values()) == pytest.approx((400 + beside) * MB)
 
 
-def measured_points() -> list[tuple[bool, int, int]]:
-    """Return (compact allocator, measured MB, predicted MB) of every point of the table."""
-    rows = re.findall(r"^\|.*\| (.+) \| (\d+) \| (\d+) \| [+-][\d.]+ % \|", RESULTS.read_text(), re.MULTILINE)
-    return [("compact" in setting, int(measured), int(predicted)) for setting, measured, predicted in rows]
+def measured_points() -> list[tuple[bool, int, int, int, int]]:
+    """Return (compact allocator, measured MB, predicted MB, lower and upper bound in MB) of every point of the table."""
+    row = r"^\|.*\| (.+) \| (\d+) \| (\d+) \| [+-][\d.]+ % \| (\d+) to (\d+) \|"
+    return [("compact" in setting, *map(int, sizes)) for setting, *sizes in re.findall(row, RESULTS.read_text(), re.MULTILINE)]
 
 
 def test_every_measured_point_lies_between_the_bounds_and_the_lower_one_is_near_enough_to_act() -> None:
     points = measured_points()
     assert len(points) == 20
-    for compact, measured, predicted in points:
-        made = expected("cpu", compact)
-        least, most = (bound / made.peak_bytes * predicted for bound in (made.least_bytes, made.most_bytes))
+    for compact, measured, predicted, least, most in points:
         assert least <= measured <= most, (measured, predicted)
-        assert least >= 0.89 * predicted
+        made = expected("cpu", compact)
+        assert most == pytest.approx(made.most_bytes / made.peak_bytes * predicted, abs=2)
+        # the heap of another model keeps another part
+        assert not compact or least == pytest.approx(made.least_bytes / made.peak_bytes * predicted, abs=2)
+        assert least >= (0.89 if compact else 0.5) * predicted
     # on a device nothing was measured
     made = expected("cuda")
     assert made.least_bytes <= 0.71 * made.peak_bytes and made.most_bytes >= 1.29 * made.peak_bytes
+
+
+def test_nothing_of_what_the_heap_may_keep_is_in_the_lower_bound() -> None:
+    # model B in bf16, 16 x 2, 128 tokens, checkpointing on an Intel Xeon: 1,245 MB predicted, 1,064 measured
+    kept = 39_600_000
+    tensors = {"weights": 703 * MB}
+    made = expected("cpu", counted=TensorBytes(phases={"rollout": tensors, "load": {"weights": 5 * MB}}, cache_elements=kept))
+    assert made.peak_bytes == pytest.approx(1244 * MB, rel=0.01) and made.least_bytes < 1064 * MB
+    assert made.least_bytes == pytest.approx(0.9 * 738 * MB, rel=0.01)
 
 
 def test_loading_a_model_to_be_cast_can_take_most_and_has_no_part_of_the_heaps_share() -> None:
