@@ -49,9 +49,9 @@ TRAINER_BYTES = 25 * 2**20
 # what glibc's heap keeps goes with the KV cache, which grows token by token; why, and what else it goes with, is not known: on one
 # CPU it kept a third less of the same setting than on another (model B in bf16, 16 x 2, checkpointing), so that none of it is certain
 HEAP_BYTES_PER_CACHE_ELEMENT = 13.4
-# how far a peak may lie below what is certain of the predicted, and above all of it, as shares. From docs/results/memory-cpu.md: 4 %
-# below at most (model C in fp32, compact allocator); above, 44 % with glibc's heap (model B, LoRA) and 6 % with the compact allocator
-# (SmolLM2, LoRA). On devices nothing was measured: what torch's caching allocator keeps must find room in the share above
+# how far a peak may lie below what is certain of the predicted, and above all of it, as shares. From docs/results/memory-cpu.md: 44 %
+# above at most with glibc's heap (model B, LoRA), 9 % either way with the compact allocator. On devices nothing was measured: what
+# torch's caching allocator keeps must find room in the share above
 ERROR_SHARES = {"heap": (0.1, 0.5), "compact heap": (0.1, 0.15), "device": (0.3, 0.3)}
 
 
